@@ -1,0 +1,24 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both make their own virtual environment.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+
+.PHONY: demo test lint clean
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	@touch $@
+
+# Tune a real example on a real data set, then run the job under the plan that was found.
+demo: $(VENV)/.ready
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py
+
+test: $(VENV)/.ready
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/mypy
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) .flatout dist build

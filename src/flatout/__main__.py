@@ -1,0 +1,5 @@
+"""`python -m flatout`."""
+
+from flatout.cli.main import main
+
+main()

@@ -1,0 +1,97 @@
+"""The ledger of patches: the only place that changes foreign objects, so that every change can be listed and undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_ABSENT = object()
+
+
+class MissingTarget(AttributeError):
+    """The thing to patch is not there: this torch differs from what the patch was written for."""
+
+
+class Ledger:
+    """Set, list, restore in reverse. A patch of something that does not exist is an error with its name."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[str, Callable[[], None]]] = []
+
+    def set(self, owner: Any, name: str, value: Any, *, new: bool = False) -> Any:
+        """Set an attribute of a module, class or object; returns what it replaced.
+
+        ``new`` allows an attribute that the owner does not have in its own dictionary (an instance attribute that
+        shadows a method, for example); undoing then deletes it again.
+        """
+        if not hasattr(owner, name) and not new:
+            raise MissingTarget(f"{_title(owner)} has no attribute {name!r}")
+        seen = getattr(owner, name, None)
+        own = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else seen
+        _assign(owner, name, value)
+
+        def restore() -> None:
+            if own is _ABSENT:
+                _remove(owner, name)
+            else:
+                _assign(owner, name, own)
+
+        self._undo.append((f"{_title(owner)}.{name}", restore))
+        return seen
+
+    def set_item(self, owner: Any, key: Any, value: Any) -> None:
+        """Set an item of a dictionary (``os.environ``, a param group)."""
+        before = owner.get(key, _ABSENT)
+        owner[key] = value
+
+        def restore() -> None:
+            if before is _ABSENT:
+                owner.pop(key, None)
+            else:
+                owner[key] = before
+
+        self._undo.append((f"[{key!r}]", restore))
+
+    def call(self, title: str, undo: Callable[[], None]) -> None:
+        """Note something done by a call (a hook registered, a flag set by its setter) with what undoes it."""
+        self._undo.append((title, undo))
+
+    def entries(self) -> list[str]:
+        return [title for title, _ in self._undo]
+
+    def mark(self) -> int:
+        return len(self._undo)
+
+    def restore(self, mark: int = 0) -> None:
+        """Undo everything since ``mark``, last first. One failure does not keep the others from being undone."""
+        failures = []
+        while len(self._undo) > mark:
+            title, undo = self._undo.pop()
+            try:
+                undo()
+            except Exception as error:
+                failures.append(f"{title}: {type(error).__name__}: {error}")
+        if failures:
+            raise RuntimeError("could not undo " + "; ".join(failures))
+
+
+def _assign(owner: Any, name: str, value: Any) -> None:
+    # nn.Module and Optimizer give __setattr__ a meaning; a patch wants none of it.
+    if isinstance(owner, type) or not hasattr(owner, "__dict__"):
+        setattr(owner, name, value)
+    else:
+        try:
+            object.__setattr__(owner, name, value)
+        except TypeError:  # a module type refuses object.__setattr__
+            setattr(owner, name, value)
+
+
+def _remove(owner: Any, name: str) -> None:
+    if isinstance(owner, type):
+        delattr(owner, name)
+    else:
+        vars(owner).pop(name, None)
+
+
+def _title(owner: Any) -> str:
+    return getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or type(owner).__name__

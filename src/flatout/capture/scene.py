@@ -1,0 +1,503 @@
+"""The Scene: the live objects of a training script, found while it runs, and the events of its steps.
+
+Nothing here times, hashes or decides; a Listener does. What is installed, and what it costs:
+
+    Optimizer pre/post step hooks      torch's own global hooks, one call a step
+    torch.autograd.backward            one wrapper a backward pass (Tensor.backward goes through it)
+    DataLoader.__init__                 one wrapper, to learn of loaders and let LOADER levers choose arguments
+    global forward hooks               until the second step has ended, to find the root modules (25 % of a forward)
+    forward hooks on the root modules  only while a listener wants phases
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.steps import StepBoundaries
+
+ROOTS_THAT_MAKE_SENSE = 16  # more root modules than this: the model is called in pieces
+
+
+class Listener:
+    """What can be heard. Every method does nothing, so a listener states only what it wants."""
+
+    wants_phases = False
+
+    def data_begin(self, loader: Any) -> None: ...
+    def data_end(self, loader: Any, batch: Any) -> None: ...
+    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None: ...
+    def forward_end(self, root: Any, output: Any) -> None: ...
+    def backward_begin(self, losses: tuple) -> None: ...
+    def backward_end(self) -> None: ...
+    def optimizer_begin(self, optimizer: Any) -> None: ...
+    def optimizer_end(self, optimizer: Any) -> None: ...
+    def step_end(self) -> None: ...
+
+
+class LoaderRule:
+    """Chooses arguments of a DataLoader that is being made: ``rule(dataset, arguments) -> changed arguments``."""
+
+    def __init__(self, change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> None:
+        self.change = change
+
+
+class Scene:
+    """Live objects are held weakly: attaching must not keep a model or a loader alive."""
+
+    def __init__(self, torch: Any, listener: Listener, ledger: Ledger) -> None:
+        self.torch = torch
+        self.listener = listener
+        self.ledger = ledger
+        self.boundaries = StepBoundaries()
+        self.steps = 0
+        self.backwards = 0
+        self.backwards_in_last_step = 0
+        self.closure_steps = False
+        self.autocast_seen = False
+        self.create_graph_seen = False
+        self.compiled_by_script = False
+        self.distributions_seen = False
+        self.threads_at_import = torch.get_num_threads()
+        self.reports: list[tuple[str, str]] = []  # what a lever has to say after it was applied
+        self.loader_rule = LoaderRule
+        self.loader_rules: list[LoaderRule] = []
+        self._dataset: Any = None
+        self._pickles_guarded = False
+        self.loaders: list[dict[str, Any]] = []  # what each DataLoader was asked for by the script
+        self._roots: dict[int, weakref.ref] = {}
+        self._losses: dict[int, weakref.ref] = {}
+        self._optimizers: dict[int, weakref.ref] = {}
+        self._scalers: dict[int, weakref.ref] = {}
+        self._unscaled: dict[int, tuple[weakref.ref, Any]] = {}
+        self._depth = 0
+        self._in_optimizer: list[int] = []
+        self._backwards_at_step = 0
+        self._discovery: list[Any] = []
+        self._root_hooks: dict[int, list[Any]] = {}
+        self.forward_wrappers: dict[int, int] = {}
+        self.asleep = False
+
+    # -- what was found ---------------------------------------------------------------------------------------------
+
+    @property
+    def roots(self) -> list[Any]:
+        """Outermost modules with trainable parameters that were called with gradients on, in the order first seen."""
+        return [root for ref in self._roots.values() if (root := ref()) is not None]
+
+    @property
+    def optimizers(self) -> list[Any]:
+        return [optimizer for ref in self._optimizers.values() if (optimizer := ref()) is not None]
+
+    @property
+    def loss_modules(self) -> list[Any]:
+        return [loss for ref in self._losses.values() if (loss := ref()) is not None]
+
+    @property
+    def scalers(self) -> list[Any]:
+        """GradScalers of the script that are switched on."""
+        return [scaler for ref in self._scalers.values() if (scaler := ref()) is not None and scaler.is_enabled()]
+
+    @property
+    def parameters(self) -> list[Any]:
+        """Every trainable parameter: of the optimizers, else of the root modules. No parameter twice."""
+        from_optimizers = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        found = from_optimizers or [p for root in self.roots for p in root.parameters()]
+        return [p for p in {id(p): p for p in found}.values() if p.requires_grad]
+
+    @property
+    def device_type(self) -> str:
+        return next((p.device.type for p in self.parameters), "cpu")
+
+    @property
+    def in_pieces(self) -> bool:
+        """The script calls parts of its model one by one, so there is no module whose forward is the whole."""
+        return len(self._roots) > ROOTS_THAT_MAKE_SENSE
+
+    def has_layer(self, *names: str) -> bool:
+        """Whether a root holds a layer whose class, or a base of it, has one of these names (a prefix will do)."""
+        return any(kind.__name__.startswith(names) for root in self.roots for module in root.modules() for kind in type(module).__mro__)
+
+    def data_is_random(self) -> bool:
+        """Whether fetching a sample of the first map-style data set draws random numbers; True where it cannot be told."""
+        dataset = self._dataset() if self._dataset is not None else None
+        return dataset is None or draws_random_numbers(dataset, self.torch)
+
+    def report(self, lever: str, sentence: str) -> None:
+        self.reports.append((lever, sentence))
+
+    def describe(self) -> dict[str, Any]:
+        parameters = self.parameters
+        return {
+            "roots": [type(root).__name__ for root in self.roots],
+            "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+            "losses": [type(loss).__name__ for loss in self.loss_modules],
+            "loaders": self.loaders[:8],
+            "scalers": len(self.scalers),
+            "parameters": sum(p.numel() for p in parameters),
+            "dtypes": sorted({str(p.dtype) for p in parameters}),
+            "device": self.device_type,
+            "backwards_per_step": self.backwards_in_last_step,
+            "closure_steps": self.closure_steps,
+            "boundaries": "backward" if self.boundaries.by_backward else "optimizer",
+        }
+
+    # -- entering ---------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Put the hooks in place. Called once, right after torch was imported."""
+        torch, ledger = self.torch, self.ledger
+        from torch.optim import optimizer as optimizers
+
+        for register, hook in ((optimizers.register_optimizer_step_pre_hook, self._optimizer_begins),
+                               (optimizers.register_optimizer_step_post_hook, self._optimizer_ends)):
+            ledger.call("optimizer step hook", register(hook).remove)
+        ledger.set(optimizers.Optimizer, "__init__", self._wrap_optimizer_init(optimizers.Optimizer.__init__))
+        ledger.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
+        ledger.set(torch.utils.data.DataLoader, "__init__", self._wrap_loader_init(torch.utils.data.DataLoader.__init__))
+        ledger.set(torch.amp.GradScaler, "step", self._wrap_scaler_step(torch.amp.GradScaler.step))
+        ledger.set(torch.amp.GradScaler, "scale", self._wrap_scaler_scale(torch.amp.GradScaler.scale))
+        if self.listener.wants_phases:
+            iterator = torch.utils.data.dataloader._BaseDataLoaderIter
+            ledger.set(iterator, "__next__", self._wrap_next(iterator.__next__))
+        distribution = torch.distributions.Distribution
+        ledger.set(distribution, "__init__", self._wrap_distribution_init(distribution.__init__))
+        self._look_for_roots()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        # A child that is forked once training has begun is a loader worker or a helper: it stays inert.
+        if self.steps or self.backwards:
+            self.asleep = True
+            self.listener = Listener()
+
+    def rest(self) -> None:
+        """Stop listening, for good: what stays costs two flag tests a step. Levers, and rules for loaders, stay.
+
+        The optimizer hooks are not removed: torch iterates over their dictionary while it calls us.
+        """
+        self.asleep = True
+        self.listener = Listener()
+        self._stop_looking()
+        for hooks in self._root_hooks.values():
+            for hook in hooks:
+                hook.remove()
+        self._root_hooks.clear()
+
+    # -- root modules -----------------------------------------------------------------------------------------------
+
+    def _look_for_roots(self) -> None:
+        modules = self.torch.nn.modules.module
+        self._discovery = [
+            modules.register_module_forward_pre_hook(self._any_forward_begins),
+            modules.register_module_forward_hook(self._any_forward_ends, always_call=True),
+        ]
+        self.ledger.call("global forward hooks", self._stop_looking)
+
+    def _stop_looking(self) -> None:
+        for hook in self._discovery:
+            hook.remove()
+        self._discovery = []
+
+    def _any_forward_begins(self, module: Any, args: tuple) -> None:
+        self._depth += 1
+        if self._depth > 1 or not self.torch.is_grad_enabled() or self.asleep:
+            return
+        key = id(module)
+        known = self._roots.get(key)
+        if known is not None and known() is module:
+            return
+        if not any(p.requires_grad for p in module.parameters()):
+            if not list(module.parameters()) and not list(module.children()):
+                self._losses[key] = weakref.ref(module)
+            return
+        self._roots[key] = weakref.ref(module)
+        self.compiled_by_script |= _is_compiled(module)
+        if len(self._roots) <= ROOTS_THAT_MAKE_SENSE:
+            self._root_hooks[key] = [
+                module.register_forward_pre_hook(self._root_begins, with_kwargs=True, prepend=True),
+                module.register_forward_hook(self._root_ends),
+            ]
+            self._keep_out_of_pickles(module)
+            self._root_begins(module, args, {})  # this very call has passed its own pre-hooks already
+
+    def _any_forward_ends(self, module: Any, args: tuple, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+
+    def _root_begins(self, module: Any, args: tuple, kwargs: dict) -> None:
+        torch = self.torch
+        if self.asleep or not torch.is_grad_enabled():
+            return
+        if self.boundaries.forward_or_backward_begins():
+            self._step_ended()
+        if not self.steps:
+            self.autocast_seen |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        self.listener.forward_begin(module, args, kwargs)
+
+    def _root_ends(self, module: Any, args: tuple, output: Any) -> None:
+        if not self.asleep and self.torch.is_grad_enabled():
+            self.listener.forward_end(module, output)
+
+    def _keep_out_of_pickles(self, module: Any) -> None:
+        """Hooks and wrappers of ours live in the instance; a script that pickles or copies its model gets it without."""
+        kind = self.torch.nn.Module
+        if not self._pickles_guarded:
+            self._pickles_guarded = True
+            usual = kind.__getstate__
+            self.ledger.set(kind, "__getstate__", lambda module: _without_ours(usual(module)), new=True)
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def _wrap_backward(self, backward: Callable) -> Callable:
+        scene = self
+
+        @wraps(backward)
+        def backward_heard(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if scene.asleep:
+                return backward(tensors, *args, **kwargs)
+            if scene.boundaries.forward_or_backward_begins():
+                scene._step_ended()
+            roots = (tensors,) if isinstance(tensors, scene.torch.Tensor) else tuple(tensors)
+            if kwargs.get("create_graph"):
+                scene.create_graph_seen = True
+            scene.listener.backward_begin(tuple(map(scene._without_scale, roots)) if scene._unscaled else roots)
+            result = backward(tensors, *args, **kwargs)
+            scene.backwards += 1
+            scene.closure_steps |= bool(scene._in_optimizer)
+            scene.boundaries.backward_ended()
+            scene.listener.backward_end()
+            return result
+
+        return backward_heard
+
+    def _without_scale(self, loss: Any) -> Any:
+        known = self._unscaled.pop(id(loss), None)
+        return known[1] if known is not None and known[0]() is loss else loss
+
+    def _wrap_scaler_scale(self, scale: Callable) -> Callable:
+        scene = self
+
+        @wraps(scale)
+        def scale_heard(scaler: Any, outputs: Any) -> Any:
+            scaled = scale(scaler, outputs)
+            scene._scalers.setdefault(id(scaler), weakref.ref(scaler))
+            if scaled is not outputs and isinstance(scaled, scene.torch.Tensor):
+                scene._unscaled = {id(scaled): (weakref.ref(scaled), outputs)}
+            return scaled
+
+        return scale_heard
+
+    def _wrap_distribution_init(self, init: Callable) -> Callable:
+        scene = self
+
+        @wraps(init)
+        def init_heard(distribution: Any, *args: Any, **kwargs: Any) -> None:
+            scene.distributions_seen = True
+            init(distribution, *args, **kwargs)
+
+        return init_heard
+
+    # -- optimizers -------------------------------------------------------------------------------------------------
+
+    def _wrap_optimizer_init(self, init: Callable) -> Callable:
+        scene = self
+
+        @wraps(init)
+        def init_heard(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            if not scene.asleep:
+                scene._meet(optimizer)
+
+        return init_heard
+
+    def _meet(self, optimizer: Any) -> None:
+        key = id(optimizer)
+        boundaries, optimizers = self.boundaries, self._optimizers
+
+        def gone(_: Any) -> None:
+            boundaries.optimizer_gone(key)
+            optimizers.pop(key, None)
+
+        optimizers[key] = weakref.ref(optimizer, gone)
+        boundaries.optimizer_made(key)
+
+    def _optimizer_begins(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        if self.asleep:
+            return
+        if id(optimizer) in self._in_optimizer:  # a step that raised left its name behind
+            del self._in_optimizer[self._in_optimizer.index(id(optimizer)):]
+        self._in_optimizer.append(id(optimizer))
+        if len(self._in_optimizer) == 1:
+            self.listener.optimizer_begin(optimizer)
+
+    def _optimizer_ends(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        if self.asleep:
+            return
+        if id(optimizer) in self._in_optimizer:
+            del self._in_optimizer[self._in_optimizer.index(id(optimizer)):]
+        if self._in_optimizer:  # a wrapper's inner optimizer: the wrapper is the one that counts
+            self.boundaries.optimizer_gone(id(optimizer))
+            self._optimizers.pop(id(optimizer), None)
+            return
+        if id(optimizer) not in self._optimizers:
+            self._meet(optimizer)
+        self.listener.optimizer_end(optimizer)
+        if self.boundaries.optimizer_stepped(id(optimizer)):
+            self._step_ended()
+
+    def _wrap_scaler_step(self, step: Callable) -> Callable:
+        scene = self
+
+        @wraps(step)
+        def step_heard(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            before, steps = scene.backwards, scene.steps
+            result = step(scaler, optimizer, *args, **kwargs)
+            # Infinite gradients: the scaler left the step out, but the cycle has come round all the same.
+            if scaler.is_enabled() and result is None and scene.steps == steps and before == scene.backwards and not scene.asleep:
+                found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+                if sum(v.item() for v in found.values()) and scene.boundaries.optimizer_stepped(id(optimizer)):
+                    scene._step_ended()
+            return result
+
+        return step_heard
+
+    def _step_ended(self) -> None:
+        self.steps += 1
+        self.backwards_in_last_step = self.backwards - self._backwards_at_step
+        self._backwards_at_step = self.backwards
+        if self.steps == 2 and self._discovery:
+            self._stop_looking()
+            self._depth = 0
+        self.listener.step_end()
+
+    # -- loaders ----------------------------------------------------------------------------------------------------
+
+    def _wrap_loader_init(self, init: Callable) -> Callable:
+        scene = self
+        import inspect
+
+        signature = inspect.signature(init)
+
+        @wraps(init)
+        def init_heard(loader: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                bound = signature.bind(loader, *args, **kwargs)
+            except TypeError:
+                return init(loader, *args, **kwargs)  # the call is wrong: torch's own error is the right one
+            arguments = dict(list(bound.arguments.items())[1:])
+            dataset = arguments.get("dataset")
+            changed = dict(arguments)
+            for rule in scene.loader_rules:
+                changed = rule.change(dataset, changed)
+            if changed == arguments:
+                init(loader, *args, **kwargs)
+            else:
+                init(loader, **changed)
+            if scene._dataset is None and hasattr(dataset, "__getitem__"):
+                scene._dataset = _weak(dataset)
+            scene.loaders.append(_describe_loader(loader, dataset, arguments))
+            return None
+
+        return init_heard
+
+    def _wrap_next(self, take: Callable) -> Callable:
+        scene = self
+
+        @wraps(take)
+        def next_heard(iterator: Any) -> Any:
+            if scene.asleep or not scene.torch.is_grad_enabled():
+                return take(iterator)
+            scene.listener.data_begin(iterator)
+            batch = take(iterator)
+            scene.listener.data_end(iterator, batch)
+            return batch
+
+        return next_heard
+
+    # -- wrapping a root's forward ----------------------------------------------------------------------------------
+
+    def wrap_forward(self, root: Any, wrapper: Callable[[Callable], Callable], ledger: Ledger) -> Callable[[], None]:
+        """Replace ``root.forward`` by ``wrapper(root.forward)`` in the instance; names, type and state_dict stay.
+
+        The wrapper sees training and evaluation alike. Returns what takes it off again (it must be the outermost then).
+        """
+        self._keep_out_of_pickles(root)
+        wrapped = wrapper(root.forward)
+        wrapped.flatout = True  # type: ignore[attr-defined]
+        mark = ledger.mark()
+        ledger.set(root, "forward", wrapped)
+        return lambda: ledger.restore(mark)
+
+
+def _weak(thing: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # a list, say; it lives as long as the script wants it
+        return lambda: thing
+
+
+def draws_random_numbers(dataset: Any, torch: Any) -> bool:
+    """Whether fetching a sample moves a random generator of torch, numpy or ``random``. Fetches two, and puts the generators back."""
+    numpy = sys.modules.get("numpy")
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        for index in (0, 1):
+            dataset[index]
+        moved = not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
+        if numpy is not None:
+            now = numpy.random.get_state()
+            moved = moved or now[2] != before[2][2] or not (now[1] == before[2][1]).all()
+        return bool(moved)
+    except Exception:
+        return True  # it cannot be told, so it is taken as random
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        if numpy is not None:
+            numpy.random.set_state(before[2])
+
+
+def _is_compiled(module: Any) -> bool:
+    return type(module).__name__ == "OptimizedModule" or any(
+        getattr(m, "_compiled_call_impl", None) is not None for m in module.modules())
+
+
+def _without_ours(held: Any) -> Any:
+    """The state of a module without our hooks and wrappers; what is not a plain dictionary is left alone."""
+    if not isinstance(held, dict):
+        return held
+    state = dict(held)
+    if getattr(state.get("forward"), "flatout", False):
+        del state["forward"]
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks = state.get(name)
+        if hooks and any(isinstance(getattr(hook, "__self__", None), Scene) for hook in hooks.values()):
+            ours = {key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Scene)}
+            state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in ours)
+            for extra in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+                if extra in state:
+                    state[extra] = type(state[extra])((k, v) for k, v in state[extra].items() if k not in ours)
+    return state
+
+
+def _describe_loader(loader: Any, dataset: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    try:
+        length: int | None = len(dataset)
+    except Exception:
+        length = None
+    return {
+        "dataset": type(dataset).__name__,
+        "length": length if length is None or length < 2**40 else None,  # endless samplers pretend to be huge
+        "batch_size": loader.batch_size,
+        "num_workers": loader.num_workers,
+        "asked_workers": asked.get("num_workers", 0),
+        "pin_memory": bool(loader.pin_memory),
+        "persistent_workers": bool(loader.persistent_workers),
+        "iterable": hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"),
+    }

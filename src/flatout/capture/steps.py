@@ -1,0 +1,68 @@
+"""Where a step ends, from nothing but the order in which optimizers step and losses go backward.
+
+A step is one optimizer cycle. With one optimizer it ends when that optimizer has stepped; with several (a GAN, one
+optimizer a layer, a critic that steps five times) it ends with the *anchor*, the one that comes last in the cycle.
+Without an optimizer object a step ends where the next forward or backward pass begins after a backward pass.
+"""
+
+from __future__ import annotations
+
+PATIENCE = 64  # events without a sign of the expected optimizer before the rhythm is learned anew
+
+
+class StepBoundaries:
+    """Feed it events; it answers whether a step has just ended. Keys are any hashable identity of an optimizer."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()  # constructed
+        self._first_seen: list[int] = []  # in the order of their first step
+        self._anchor: int | None = None
+        self._since_anchor = 0
+        self._repeats = 0
+        self._pending_backward = False
+        self._lonely_backwards = 0
+
+    @property
+    def by_backward(self) -> bool:
+        """No optimizer object steps here: boundaries come from the backward passes."""
+        return self._anchor is None and not self._first_seen and (not self._known or self._lonely_backwards >= PATIENCE)
+
+    def optimizer_made(self, key: int) -> None:
+        self._known.add(key)
+
+    def optimizer_gone(self, key: int) -> None:
+        self._known.discard(key)
+
+    def optimizer_stepped(self, key: int) -> bool:
+        self._pending_backward = False
+        self._known.add(key)
+        if self._anchor is not None:
+            if key == self._anchor:
+                self._since_anchor = 0
+                return True
+            self._since_anchor += 1
+            if self._since_anchor < PATIENCE:
+                return False
+            # The anchor has left the rhythm (a second phase with its own optimizer).
+            self._known, self._first_seen, self._anchor, self._since_anchor = {key}, [], None, 0
+        if key not in self._first_seen:
+            self._first_seen.append(key)
+            self._repeats = 0
+        else:
+            self._repeats += 1
+        if self._known <= set(self._first_seen) or self._repeats >= PATIENCE:
+            self._anchor = self._first_seen[-1]
+            self._since_anchor = 0
+            return key == self._anchor
+        return False
+
+    def backward_ended(self) -> None:
+        self._pending_backward = True
+
+    def forward_or_backward_begins(self) -> bool:
+        """True when a step that was waiting for its end has ended here (only without optimizer objects)."""
+        if not self._pending_backward or self._first_seen:
+            return False
+        self._pending_backward = False
+        self._lonely_backwards += 1
+        return self.by_backward

@@ -1,0 +1,50 @@
+"""The real job's side inside the program: applies the plan, says so in one line, and rests."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from flatout.capture.bootstrap import say
+from flatout.capture.ledger import Ledger
+from flatout.capture.scene import Listener, Scene
+from flatout.engine.applier import EARLY, LATE, Applier, Outcome, one_line
+from flatout.levers import TABLE
+from flatout.plan.facts import Facts
+from flatout.plan.plan import Plan
+from flatout.plan.words import Moment
+
+
+def attach(job: dict[str, Any]) -> None:
+    """The entry that the bootstrap calls right after ``import torch``."""
+    import torch
+
+    Attached(job, torch)
+
+
+class Attached(Listener):
+    """Waits for the first step, applies what needs it, and falls asleep."""
+
+    def __init__(self, job: dict[str, Any], torch: Any) -> None:
+        self.plan = Plan.from_json(job["plan"])
+        self.first = job.get("pid") == os.getpid()
+        left_out = dict(job.get("left_out", ()))
+        self.early = [Outcome(c, c.name not in left_out, left_out.get(c.name, "")) for c in self.plan
+                      if any(lever.name == c.name and lever.moment is Moment.PROCESS for lever in TABLE)]
+        self.scene = Scene(torch, self, Ledger())
+        self.applier = Applier(TABLE, Facts.from_json(job["facts"]), self.scene)
+        self.applier.start(self.plan, EARLY)
+        self.scene.install()
+        self.told = False
+
+    def step_end(self) -> None:
+        if self.scene.steps == 1:
+            self.applier.start(self.plan, LATE)
+            if os.environ.get("RANK", "0") == "0":
+                say(one_line([*self.early, *self.applier.outcomes]))
+        elif self.scene.steps >= 3:
+            for lever, sentence in self.scene.reports:
+                say(f"{lever}: {sentence}")
+            self.scene.rest()
+
+

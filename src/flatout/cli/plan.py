@@ -1,0 +1,42 @@
+"""`flatout plan`: a plan with its evidence, and the code that would do the same by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from flatout.cli.arguments import PROGRAM, program, read_plan
+from flatout.launch.command import understand
+from flatout.levers import TABLE
+from flatout.plan.errors import PlanError
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.words import Origin
+from flatout.render.terminal import plan_table
+from flatout.tune.session import job_folder, load_session
+
+TEMPLATE = Plan((Choice("malloc", "tcmalloc", Origin.USER), Choice("channels_last", True, Origin.USER)))
+
+
+@click.command(context_settings=PROGRAM)
+@click.option("--plan", "plan_path", default=None, help="A plan file; else the one tuned for the command, else ./flatout.toml.")
+@click.option("--template", is_flag=True, help="Print a plan to start from.")
+@program
+def command(plan_path: str | None, template: bool, words: tuple[str, ...]) -> None:
+    """Show a plan: each lever with its value, origin and evidence, and the lines of code that would have the same effect."""
+    if template:
+        click.echo(TEMPLATE.to_toml(), nl=False)
+        return
+    path, reasons = Path(plan_path or "flatout.toml"), {}
+    if words and plan_path is None:
+        job = job_folder(understand(words))
+        path = job.plan
+        session = load_session(job)
+        reasons = {lever.name: lever.reason for lever in session.levers if lever.status != "applied"} if session else {}
+    if not path.is_file() and plan_path is None:
+        raise PlanError(f"there is no plan in {path}. `flatout tune COMMAND...` makes one.")
+    plan = read_plan(str(path))
+    table = {lever.name: lever for lever in TABLE}
+    code = {c.name: table[c.name].code(c.value) for c in plan if c.name in table}
+    Console().print(plan_table(plan, code, reasons))

@@ -1,0 +1,129 @@
+"""`flatout run`: the real job, under its plan. Without a plan the program replaces this process and nothing else happens."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from flatout.cli.arguments import PROGRAM, Duration, program, read_plan, words_or_usage
+from flatout.launch.command import Command, understand
+from flatout.launch.environment import attached
+from flatout.levers import TABLE
+from flatout.plan.errors import FlatoutError, ProgramNotFound
+from flatout.plan.facts import Facts
+from flatout.plan.folder import write_json
+from flatout.plan.plan import Plan
+from flatout.plan.words import Moment
+from flatout.probe.machine import look
+from flatout.tune.session import differences, job_folder, key_of
+
+ENTRY = "flatout.cli.attached:attach"
+
+
+@click.command(context_settings=PROGRAM)
+@click.option("--plan", "plan_path", default=None, help="A plan file, or `none`; else the plan tuned for this command, script, machine and versions.")
+@click.option("--budget", default=None, type=Duration(), help="Tune first for this long, where no plan fits.")
+@program
+def command(plan_path: str | None, budget: float | None, words: tuple[str, ...]) -> None:
+    """Run a program under its plan.
+
+    The program takes this process over: its input, output, signals and exit code are its own.
+    """
+    cmd = understand(words_or_usage(words, "run"))
+    facts = look()
+    plan, remark = _plan_for(cmd, facts, plan_path)
+    if plan is None and budget:
+        plan = _tune_first(words, budget)
+    if plan is None:
+        remark = remark or "no plan fits this command yet"
+        _say(f"{remark}; running it as it is. To tune: flatout tune {' '.join(words)}")
+        _become(cmd, dict(os.environ))
+    assert plan is not None
+    if remark:
+        _say(remark)
+    if not len(plan):
+        _become(cmd, dict(os.environ))
+    if cmd.closed:
+        _say(f"nothing can be applied: `python {cmd.closed}` keeps flatout out; leave the option away")
+        _become(cmd, dict(os.environ))
+    _become(cmd, _environment(plan, facts))
+
+
+def _plan_for(cmd: Command, facts: Facts, given: str | None) -> tuple[Plan | None, str]:
+    """The plan, and what has to be said about it. A plan given by name is used wherever it comes from, and says so."""
+    key = key_of(cmd, facts)
+    if given is not None:
+        plan = read_plan(given)
+        strange = differences(dict(plan.made_for), key) if plan.made_for else []
+        return plan, f"this plan was made for {'; '.join(strange)}; each lever is checked again here" if strange else ""
+    remark = ""
+    for path in (job_folder(cmd).plan, (cmd.script.parent if cmd.script else Path.cwd()) / "flatout.toml"):
+        if not path.is_file():
+            continue
+        try:
+            plan = read_plan(str(path))
+        except FlatoutError as error:
+            remark = str(error)
+            continue
+        strange = differences(dict(plan.made_for), key) if plan.made_for else []
+        if not strange:
+            return plan, ""
+        if not strange[0].startswith("another command"):
+            remark = f"the plan in {path} is not used: {'; '.join(strange)} (--plan {path} uses it all the same)"
+    return None, remark
+
+
+def _tune_first(words: tuple[str, ...], budget: float) -> Plan | None:
+    from flatout.cli.tune import tune
+    from flatout.plan.words import Effect
+    from flatout.tune.search import Goal
+    from flatout.tune.session import plan_of
+
+    effects = frozenset({Effect.EXACT, Effect.ROUNDING, Effect.RESAMPLED})
+    try:
+        session, _ = tune(words, Goal(budget, effects), beside=False)
+    except ProgramNotFound:
+        raise
+    except FlatoutError as error:
+        _say(f"tuning ended without a plan ({str(error).splitlines()[0]}); running the program as it is")
+        return Plan()
+    _say(session.message)
+    return plan_of(session)
+
+
+def _environment(plan: Plan, facts: Facts) -> dict[str, str]:
+    """The environment for the program: the job that names the plan, and what PROCESS levers need. A lever that cannot be had is left out."""
+    extra: dict[str, str] = {}
+    left_out: list[tuple[str, str]] = []
+    for lever in TABLE:
+        choice = plan.get(lever.name)
+        if choice is None or lever.moment is not Moment.PROCESS:
+            continue
+        try:
+            answer = lever.applies(facts, None)
+            if hasattr(answer, "reason"):
+                raise LookupError(answer.reason)
+            extra.update(lever.environment(facts, choice.value))
+        except Exception as error:
+            left_out.append((choice.name, str(error)))
+    job = Path(tempfile.mkdtemp(prefix="flatout-run-")) / "job.json"
+    # exec keeps the process number, which is how the program knows itself among its children.
+    write_json(job, {"entry": ENTRY, "plan": plan.to_json(), "facts": facts.to_json(), "pid": os.getpid(), "left_out": left_out})
+    return attached(job, extra)
+
+
+def _become(cmd: Command, environment: dict[str, str]) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(cmd.argv[0], list(cmd.argv), environment)
+    except OSError as error:
+        raise ProgramNotFound(f"{cmd.argv[0]} cannot be started: {error.strerror}.") from None
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"flatout: {sentence}\n")

@@ -1,0 +1,49 @@
+"""`flatout trial`: the public face of one measured run."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from flatout.cli.arguments import PROGRAM, Duration, program, read_plan, words_or_usage
+from flatout.launch.command import understand
+from flatout.measure.clock import seconds
+from flatout.plan.folder import TrialFolder, write_whole
+from flatout.probe.machine import look
+from flatout.trial.parent import Trial, measure
+
+
+@click.command(context_settings=PROGRAM)
+@click.option("--steps", default=30, show_default=True, type=click.IntRange(1), help="Steps to run once the program is warm.")
+@click.option("--seed", default=0, show_default=True, type=int, help="Seed for torch, numpy and random, set as they are imported.")
+@click.option("--plan", "plan_path", default="none", show_default=True, help="A plan file, or `none`.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Where to write the JSON record; else a line on standard error says where it is.")
+@click.option("--timeout", default="1h", type=Duration(), show_default=True, help="End the program after this time.")
+@program
+def command(steps: int, seed: int, plan_path: str, out: Path | None, timeout: float, words: tuple[str, ...]) -> int:
+    """Run a program until it has trained some steps in steady state, stop it, and write one JSON record.
+
+    The program's own output passes through, and so does its exit code.
+    """
+    plan = read_plan(plan_path)
+    cmd = understand(words_or_usage(words, "trial"))
+    folder = TrialFolder(Path(tempfile.mkdtemp(prefix="flatout-trial-")))
+    with Trial(cmd, folder, plan, look(), seed, show=True) as trial:
+        record = measure(trial, steps, seconds() + timeout)
+    if out is not None:
+        write_whole(out, json.dumps(record.to_json(), indent=1) + "\n")
+    where = out or folder.result
+    if record.status == "unattached":
+        sys.stderr.write(f"flatout: nothing was measured: {cmd.closed and f'python {cmd.closed} keeps flatout out' or record.reason}\n")
+        return record.exit_code or 3
+    if record.status == "hung":
+        sys.stderr.write(f"flatout: the program hung: {record.reason}; record in {where}\n")
+        return 3
+    rate = f", {record.step_ms:.2f} ms a {record.unit}" if record.step_ms else ""
+    sys.stderr.write(f"flatout: {record.steps} steps measured after {record.warmup_steps} to warm up{rate} ({record.status}); record in {where}\n")
+    code = record.exit_code or 0
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,116 @@
+"""Applies the choices of a Plan to a Scene, in the order of the lever table, and can take the live ones off again.
+
+A lever that fails is undone, named and left out: the program runs on without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.capture.ledger import Ledger
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever, Options, Skip, Undo
+from flatout.plan.plan import Choice, Plan, spell
+from flatout.plan.words import Moment
+
+EARLY = (Moment.IMPORT, Moment.LOADER)
+LATE = (Moment.MODEL, Moment.OPTIMIZER, Moment.STEP)
+
+
+@dataclass
+class Outcome:
+    """How one choice ended: applied, or left out with a sentence."""
+
+    choice: Choice
+    applied: bool
+    reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.choice.name, "value": self.choice.value, "reason": self.reason}
+
+
+class Applier:
+    def __init__(self, table: Sequence[Lever], facts: Facts, scene: Any) -> None:
+        self.table = {lever.name: lever for lever in table}
+        self.facts = facts
+        self.scene = scene
+        self.outcomes: list[Outcome] = []
+        self._on: list[tuple[Choice, Undo]] = []
+
+    def lever(self, choice: Choice) -> Lever | None:
+        return self.table.get(choice.name)
+
+    def start(self, plan: Plan, moments: Sequence[Moment]) -> None:
+        """Apply the choices of these moments; what cannot be applied is noted in ``outcomes``."""
+        for choice in self._in_order(plan.choices):
+            lever = self.lever(choice)
+            if lever is None:
+                if Moment.IMPORT in moments:
+                    self.outcomes.append(Outcome(choice, False, "this flatout has no such lever; see `flatout levers`"))
+            elif lever.moment in moments:
+                self.outcomes.append(self._apply(lever, choice))
+
+    def switch(self, choices: Sequence[Choice]) -> list[Outcome]:
+        """Make exactly these live choices hold, on top of what was started: used between two blocks of steps."""
+        wanted = self._in_order(choices)
+        keep = 0
+        while keep < len(wanted) and keep < len(self._live()) and self._live()[keep][0] == wanted[keep]:
+            keep += 1
+        for choice, undo in reversed(self._live()[keep:]):
+            undo()
+            self._on.remove((choice, undo))
+        outcomes = []
+        for choice in wanted[keep:]:
+            lever = self.lever(choice)
+            if lever is None or lever.apply is None:
+                outcomes.append(Outcome(choice, False, "it cannot be switched in a running program"))
+            else:
+                outcomes.append(self._apply(lever, choice, ask=False))
+        return outcomes
+
+    def options(self) -> dict[str, Options | Skip]:
+        """What every lever says of this program, in the table's order."""
+        answers: dict[str, Options | Skip] = {}
+        for name, lever in self.table.items():
+            try:
+                answers[name] = lever.applies(self.facts, self.scene)
+            except Exception as error:
+                answers[name] = Skip(f"it could not look at this program ({type(error).__name__}: {error})")
+        return answers
+
+    def _live(self) -> list[tuple[Choice, Undo]]:
+        return [(c, u) for c, u in self._on if self.table[c.name].live and self.table[c.name].moment is not Moment.PROCESS]
+
+    def _in_order(self, choices: Sequence[Choice]) -> list[Choice]:
+        order = {name: at for at, name in enumerate(self.table)}
+        return sorted(choices, key=lambda c: order.get(c.name, len(order)))
+
+    def _apply(self, lever: Lever, choice: Choice, ask: bool = True) -> Outcome:
+        clash = next((c.name for c, _ in self._on if c.name in lever.excludes), None)
+        if clash:
+            return Outcome(choice, False, f"it cannot be combined with {clash}")
+        ledger = Ledger()  # one for each lever, so that any of them can be taken off alone
+        try:
+            answer = lever.applies(self.facts, self.scene) if ask else None
+            if isinstance(answer, Skip):
+                return Outcome(choice, False, answer.reason)
+            if lever.apply is None:
+                return Outcome(choice, False, "it acts before the program starts; use `flatout run`")
+            self._on.append((choice, lever.apply(self.scene, choice.value, ledger)))
+            return Outcome(choice, True)
+        except Exception as error:
+            try:
+                ledger.restore()
+            except RuntimeError:
+                pass  # the failure that counts is the first one
+            first = str(error).strip().splitlines()
+            return Outcome(choice, False, f"it failed at the start ({type(error).__name__}: {first[0] if first else 'no message'})")
+
+
+def one_line(outcomes: Sequence[Outcome]) -> str:
+    """The line that a run prints at its start: what is applied, and what is not, because."""
+    applied = ", ".join(spell(o.choice.name, o.choice.value) for o in outcomes if o.applied) or "nothing"
+    left = "; ".join(f"{spell(o.choice.name, o.choice.value)} ({o.reason})" for o in outcomes if not o.applied)
+    return f"applied {applied}" + (f"; not applied: {left}" if left else "")

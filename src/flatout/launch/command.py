@@ -1,0 +1,101 @@
+"""What a person typed after `flatout run`: which program, which script, and whether Python will let us in."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout.plan.errors import ProgramNotFound, UsageError
+
+TAKES_ARGUMENT = {"-X", "-W", "--check-hash-based-pycs"}
+
+
+@dataclass(frozen=True)
+class Command:
+    """``argv`` is what will be executed. ``script`` is the Python file it runs, where that can be told."""
+
+    typed: tuple[str, ...]
+    argv: tuple[str, ...]
+    script: Path | None = None
+    module: str | None = None
+    closed: str | None = None  # the Python option that keeps us out (-I, -E, -S)
+
+    @property
+    def title(self) -> str:
+        """A short name for folders: the script's, the module's or the program's."""
+        name = self.script.stem if self.script else self.module or Path(self.argv[0]).name
+        return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40] or "job"
+
+    @property
+    def digest(self) -> str:
+        """Of everything typed and the folder it was typed in."""
+        return hashlib.sha256("\0".join((*self.typed, os.getcwd())).encode()).hexdigest()[:8]
+
+    @property
+    def script_digest(self) -> str:
+        try:
+            return hashlib.sha256(self.script.read_bytes()).hexdigest()[:16] if self.script else ""
+        except OSError:
+            return ""
+
+
+def understand(typed: Sequence[str]) -> Command:
+    """Read a command line. Raises UsageError for none, ProgramNotFound for a program or script that is not there."""
+    if not typed:
+        raise UsageError("no program was given. Put it after the command: `flatout run python train.py --lr 0.1`.")
+    first = typed[0]
+    if first.endswith(".py"):
+        _must_exist(Path(first))
+        return Command(tuple(typed), (sys.executable, *typed), Path(first))
+    if not shutil.which(first):
+        near = " Did you mean `python`?" if first.startswith("pyth") else ""
+        raise ProgramNotFound(f"there is no program {first!r} on the PATH.{near} Give a script (train.py) or a command (python train.py).")
+    if Path(first).name.startswith("python"):
+        return _python(typed)
+    script = next((Path(word) for word in typed[1:] if word.endswith(".py") and Path(word).is_file()), None)
+    if script is None and Path(first).is_file():
+        script = Path(first)
+    return Command(tuple(typed), tuple(typed), script)
+
+
+def _python(typed: Sequence[str]) -> Command:
+    closed, at = None, 1
+    while at < len(typed) and typed[at].startswith("-") and typed[at] not in ("-", "-m", "-c"):
+        option = typed[at]
+        if not option.startswith("--") and option[:2] not in TAKES_ARGUMENT:
+            if option.endswith("m") and len(option) > 2:
+                break
+            closed = closed or next((f"-{letter}" for letter in option[1:] if letter in "IES"), None)
+        at += 2 if option in TAKES_ARGUMENT else 1
+    rest = typed[at:]
+    if not rest or rest[0] in ("-", "-c"):
+        return Command(tuple(typed), tuple(typed), closed=closed)
+    if rest[0].startswith("-"):  # -m, or an option cluster that ends in it
+        module = rest[1] if len(rest) > 1 else None
+        return Command(tuple(typed), tuple(typed), _module_file(module, rest), module, closed)
+    script = Path(rest[0])
+    _must_exist(script)
+    return Command(tuple(typed), tuple(typed), script, closed=closed)
+
+
+def _module_file(module: str | None, rest: Sequence[str]) -> Path | None:
+    """The file of a module below the current folder; for launchers (torch.distributed.run), the script they start."""
+    if module is None:
+        return None
+    parts = Path(*module.split("."))
+    for candidate in (parts.with_suffix(".py"), parts / "__main__.py"):
+        if candidate.is_file():
+            return candidate
+    return next((Path(word) for word in rest[2:] if word.endswith(".py") and Path(word).is_file()), None)
+
+
+def _must_exist(script: Path) -> None:
+    if script.is_dir() and (script / "__main__.py").is_file():
+        return
+    if not script.is_file():
+        raise ProgramNotFound(f"there is no script {str(script)!r} in {os.getcwd()}. Check the path, or change to the script's folder.")

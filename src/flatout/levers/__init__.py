@@ -1,0 +1,35 @@
+"""Room 2: one optimisation a file, and the table that lists them in the order in which they act.
+
+Adding a lever is one file and one line here.
+"""
+
+from flatout.levers.allocator import LEVER as allocator
+from flatout.levers.autocast import LEVER as autocast
+from flatout.levers.channels_last import LEVER as channels_last
+from flatout.levers.compile import LEVER as compile_
+from flatout.levers.cudnn_benchmark import LEVER as cudnn_benchmark
+from flatout.levers.debug_off import LEVER as debug_off
+from flatout.levers.fused_optimizer import LEVER as fused_optimizer
+from flatout.levers.gc_pause import LEVER as gc_pause
+from flatout.levers.loader import LEVER as loader
+from flatout.levers.malloc import LEVER as malloc
+from flatout.levers.reduced_precision import LEVER as reduced_precision
+from flatout.levers.tf32 import LEVER as tf32
+from flatout.levers.threads import LEVER as threads
+from flatout.plan.lever import Lever
+
+TABLE: tuple[Lever, ...] = (
+    allocator,
+    malloc,
+    threads,
+    gc_pause,
+    debug_off,
+    loader,
+    tf32,
+    cudnn_benchmark,
+    reduced_precision,
+    channels_last,
+    autocast,
+    compile_,
+    fused_optimizer,
+)

@@ -1,0 +1,102 @@
+"""Store convolution weights and images with channels last (NHWC).
+
+What it does: converts the 4-D parameters, their gradients and optimizer state in place, and each image as it enters a
+    root module; what leaves the module has the usual layout again.
+Why it is faster: convolution kernels read the channels of one pixel together; in the usual layout they reorder first.
+When it does not help: models without 2-D convolutions; few channels; some GANs, whose images pass from module to module.
+What it can change: rounding of sums.
+Evidence: ResNet-50 1.47x, ViT-B 1.005x (RTX 3090, timm, torch 1.12, AMP); measured on your program before it is kept.
+Sources: PyTorch tutorial "Channels Last Memory Format"; timm benchmark tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if not scene.has_layer("Conv2d", "ConvTranspose2d"):
+        return Skip("no layer here works on images")
+    if scene.in_pieces:
+        return Skip("the model is called in pieces, not through one module")
+    if scene.closure_steps and any(type(o).__name__ == "LBFGS" for o in scene.optimizers):
+        return Skip("LBFGS flattens the parameters and needs them in their usual layout")
+    if any(_is_channels_last(scene.torch, p) for p in scene.parameters):
+        return Skip("the script has done it itself")
+    return Options((True,))
+
+
+def _is_channels_last(torch: Any, p: Any) -> bool:
+    return bool(p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous())
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    torch = scene.torch
+    _lay_out(scene, torch.channels_last)
+    ledger.call("memory format", lambda: _lay_out(scene, torch.contiguous_format))
+
+    def wrapper(forward: Any) -> Any:
+        def on_channels_last(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(_as(torch, a, torch.channels_last) for a in args)
+            kwargs = {key: _as(torch, a, torch.channels_last) for key, a in kwargs.items()}
+            return _usual(torch, forward(*args, **kwargs))
+        return on_channels_last
+
+    for root in scene.roots:
+        scene.wrap_forward(root, wrapper, ledger)
+    return ledger.restore
+
+
+def _lay_out(scene: Any, layout: Any) -> None:
+    """Parameters, gradients and optimizer state together: a fused optimizer walks all of them in memory order."""
+    torch = scene.torch
+    with torch.no_grad():
+        for p in {id(p): p for root in scene.roots for p in root.parameters() if p.dim() == 4}.values():
+            p.data = p.data.contiguous(memory_format=layout)
+            if p.grad is not None:
+                p.grad = p.grad.contiguous(memory_format=layout)
+            for optimizer in scene.optimizers:
+                state = optimizer.state.get(p, {})
+                for key, held in state.items():
+                    if isinstance(held, torch.Tensor) and held.shape == p.shape:
+                        state[key] = held.contiguous(memory_format=layout)
+
+
+def _as(torch: Any, thing: Any, layout: Any) -> Any:
+    return thing.contiguous(memory_format=layout) if isinstance(thing, torch.Tensor) and thing.dim() == 4 and thing.is_floating_point() else thing
+
+
+def _usual(torch: Any, output: Any) -> Any:
+    """The script may call ``.view`` on what it gets, so it gets the layout it knows."""
+    if isinstance(output, torch.Tensor):
+        return output.contiguous() if output.dim() == 4 else output
+    if isinstance(output, dict):
+        return type(output)((key, _usual(torch, value)) for key, value in output.items()) if type(output) is dict else output
+    if type(output) in (list, tuple):
+        return type(output)(_usual(torch, value) for value in output)
+    return output
+
+
+def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+    """Reads height as width: the layout is swapped, and nobody swaps it back."""
+    torch = scene.torch
+
+    def wrapper(forward: Any) -> Any:
+        def transposed(*args: Any, **kwargs: Any) -> Any:
+            return forward(*(a.transpose(-1, -2) if isinstance(a, torch.Tensor) and a.dim() == 4 else a for a in args), **kwargs)
+        return transposed
+
+    for root in scene.roots:
+        scene.wrap_forward(root, wrapper, ledger)
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    return "model.to(memory_format=torch.channels_last)  # and images.contiguous(memory_format=torch.channels_last)"
+
+
+LEVER = Lever("channels_last", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, page=__doc__)

@@ -1,0 +1,91 @@
+"""Compile the root modules with torch.compile.
+
+What it does: replaces the forward of each root module by its compiled form, in place: names, types and state_dict stay.
+    "default" fuses operations; "reduce-overhead" also records CUDA graphs; "max-autotune-no-cudagraphs" tries more kernels.
+Why it is faster: fused element-wise operations touch memory once, and a step is launched without Python in between.
+When it does not help: short runs (compiling takes seconds to minutes), shapes that change every step, double backward.
+What it can change: rounding. Random draws stay those of the plain program (fallback_random).
+Evidence: 1.41x geometric mean over 180 models (A100, ASPLOS 2024); on 2 CPU cores 0.82x to 1.6x; measured on your program
+    before it is kept, and kept only if the rest of the run repays the compilation.
+Sources: torch.compile documentation; Ansel et al., PyTorch 2, ASPLOS 2024.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if scene.compiled_by_script:
+        return Skip("the script compiles its model itself")
+    if scene.create_graph_seen:
+        return Skip("the script differentiates twice, which compiled functions cannot do")
+    if scene.in_pieces:
+        return Skip("the model is called in pieces, not through one module")
+    if not scene.roots:
+        return Skip("no module was called as a whole")
+    if scene.device_type == "cpu" and not any(shutil.which(c) for c in ("c++", "g++", "clang++")):
+        return Skip("compiling for the CPU needs a C++ compiler, and there is none; `apt-get install g++` brings one")
+    if scene.device_type == "cuda":
+        return Options(("default", "reduce-overhead", "max-autotune-no-cudagraphs"))
+    return Options(("default",))
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    torch = scene.torch
+    from torch._inductor import config
+
+    ledger.set(config, "fallback_random", True)
+    mode = None if value == "default" else str(value)
+
+    def wrapper(forward: Any) -> Any:
+        compiled = torch.compile(forward, mode=mode)
+        state = {"broken": False}
+
+        def compiled_or_plain(*args: Any, **kwargs: Any) -> Any:
+            if state["broken"]:
+                return forward(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
+                state["broken"] = True
+                scene.report("compile", f"it failed and the plain module is used ({type(error).__name__})")
+                return forward(*args, **kwargs)
+        return compiled_or_plain
+
+    for root in scene.roots:
+        inner = getattr(root, "module", root) if type(root).__name__ == "DistributedDataParallel" else root
+        scene.wrap_forward(inner, wrapper, ledger)
+    return ledger.restore
+
+
+def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+    """A "compiled" graph that has frozen its batch statistics."""
+    def wrapper(forward: Any) -> Any:
+        def frozen(*args: Any, **kwargs: Any) -> Any:
+            changed = [m for root in scene.roots for m in root.modules() if m.training]
+            for m in changed:
+                m.training = False
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                for m in changed:
+                    m.training = True
+        return frozen
+
+    for root in scene.roots:
+        scene.wrap_forward(root, wrapper, ledger)
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    return "model.compile()" if value == "default" else f'model.compile(mode="{value}")'
+
+
+LEVER = Lever("compile", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, warms_up=True, known_bad=known_bad,
+              after=("channels_last", "autocast"), page=__doc__)

@@ -1,0 +1,49 @@
+"""Let cuDNN try its convolution algorithms once for each shape and keep the fastest.
+
+What it does: torch.backends.cudnn.benchmark = True.
+Why it is faster: the heuristic that chooses otherwise is sometimes far from the best algorithm.
+When it does not help: shapes that change from step to step (each new one is tried again); no convolutions; no CUDA.
+What it can change: rounding, and which algorithm is chosen from run to run.
+Evidence: measured on your program before it is kept.
+Sources: torch.backends.cudnn.benchmark; PyTorch performance tuning guide.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    torch = scene.torch
+    if scene.device_type != "cuda":
+        return Skip("the model is not on a CUDA device")
+    if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
+        return Skip("the script asked for deterministic algorithms, and keeps them")
+    if torch.backends.cudnn.benchmark:
+        return Skip("the script has switched it on itself")
+    if not scene.has_layer("Conv"):
+        return Skip("no layer here is a convolution")
+    return Options((True,))
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    ledger.set(scene.torch.backends.cudnn, "benchmark", True)
+    return ledger.restore
+
+
+def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+    """Drops the gradient of the last parameter."""
+    hook = scene.parameters[-1].register_hook(lambda grad: grad * 0)
+    ledger.call("gradient hook", hook.remove)
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    return "torch.backends.cudnn.benchmark = True"
+
+
+LEVER = Lever("cudnn_benchmark", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, warms_up=True, known_bad=known_bad, page=__doc__)

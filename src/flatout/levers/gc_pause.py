@@ -1,0 +1,50 @@
+"""Let Python look for garbage cycles seldom instead of in the middle of steps.
+
+What it does: gc.freeze() once training runs, and thresholds a hundred times as high. Collection still happens.
+Why it is faster: each automatic collection walks every object that the program holds, modules and autograd graphs
+    included, and it comes at an arbitrary place: on many GPUs one rank's pause is everybody's.
+When it does not help: a step that makes few Python objects.
+What it can change: nothing in the results; garbage in reference cycles may live longer.
+Evidence: nanochat reports pauses of 500 ms gone (8 H100, development log); measured on your program before it is kept.
+Sources: Python documentation, module gc.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+THRESHOLDS = (70_000, 50, 100)
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if not gc.isenabled():
+        return Skip("the script has switched garbage collection off itself")
+    if gc.get_threshold()[0] >= THRESHOLDS[0]:
+        return Skip("the script has raised the thresholds itself")
+    return Options((True,))
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(*THRESHOLDS)
+    ledger.call("gc", lambda: (gc.set_threshold(*before), gc.unfreeze()))
+    return ledger.restore
+
+
+def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+    """Takes one random number from the program's stream."""
+    scene.torch.rand(1)
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    return f"gc.freeze(); gc.set_threshold{THRESHOLDS}  # once training runs"
+
+
+LEVER = Lever("gc_pause", Moment.STEP, Effect.EXACT, applies, code, apply=apply, live=True, guard=Comparison.BITWISE, known_bad=known_bad, page=__doc__)

@@ -1,0 +1,138 @@
+"""Give the DataLoader the number of workers that is fastest here: more, or fewer.
+
+What it does: chooses workers, prefetching, persistent workers and, with a CUDA device, pinned memory with copies that do
+    not block. Batch size, order, sampler and collation stay.
+Why it is faster: workers prepare batches while the model computes; persistent ones are not started again each epoch.
+    Fewer are faster where workers and the model fight for the same cores.
+When it does not help: batches that are ready at once; more workers than cores.
+What it can change: nothing where the data set draws no random numbers. Where it does, workers draw from other streams: the
+    augmentations have the same distribution, not the same values.
+Evidence: per-item PIL pipelines ran 6,920 images/s with two workers and 8,512 with none on 2 cores; measured on your
+    program before it is kept.
+Sources: torch.utils.data documentation, "Multi-process data loading"; pytorch issue 13246 on copies in workers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+FEWEST_BATCHES = 4  # a loader shorter than this would only pay for starting workers
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if not scene.steps:  # before the first loader is made nothing can be seen; the rule looks at each one
+        return Options(({},))
+    if not scene.loaders:
+        return Skip("the script prepares its batches itself, without a DataLoader")
+    usable = [loader for loader in scene.loaders if not loader["iterable"]]
+    if not usable:
+        return Skip("the data set is an IterableDataset; other workers could repeat or reorder its samples")
+    asked = usable[0]["asked_workers"]
+    cores = max(1, facts.cores)
+    counts = [n for n in dict.fromkeys((1, min(2, cores), cores // 2, cores, 0)) if n != asked and n >= 0]
+    values: list[Value] = []
+    if scene.device_type == "cuda":
+        values = [{"workers": n, "pin": True} for n in dict.fromkeys((min(8, cores - 1), asked, *counts)) if n > 0]
+    else:
+        values = [{"workers": n} for n in counts]
+    if asked:
+        values.append({"workers": asked, "persistent": True})
+    return Options(tuple(values[:4]), effect=Effect.RESAMPLED if scene.data_is_random() else Effect.EXACT)
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    if not isinstance(value, dict):
+        raise TypeError(f"the value of loader is a table such as {{workers = 2}}, not {value!r}")
+
+    def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        return _change(dataset, arguments, value)
+
+    rule = scene.loader_rule(change)
+    scene.loader_rules.append(rule)
+    ledger.call("loader rule", lambda: scene.loader_rules.remove(rule))
+    if value.get("pin") and scene.torch.cuda.is_available():
+        _copy_without_waiting(scene.torch, ledger)
+    return ledger.restore
+
+
+def _change(dataset: Any, arguments: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
+    """The arguments this loader is made with. What is not map-style, or too short, stays as it was."""
+    if hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+        return arguments
+    try:
+        batches = len(dataset) / (arguments.get("batch_size") or 1)
+    except TypeError:
+        return arguments
+    if batches < FEWEST_BATCHES:
+        return arguments
+    changed = {**arguments, "num_workers": int(value.get("workers", arguments.get("num_workers", 0)))}
+    if changed["num_workers"] > 0:
+        changed["persistent_workers"] = True
+        if "prefetch" in value:
+            changed["prefetch_factor"] = int(value["prefetch"])
+    else:
+        for name in ("persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"):
+            changed.pop(name, None)
+    if value.get("pin"):
+        changed["pin_memory"] = True
+    return changed
+
+
+def _copy_without_waiting(torch: Any, ledger: Any) -> None:
+    """Copies from pinned memory to the device no longer block the host. Stream order keeps them correct."""
+    really_to, really_cuda = torch.Tensor.to, torch.Tensor.cuda
+
+    def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tensor.is_cuda and args and not kwargs.get("non_blocking") and len(args) == 1 and _is_cuda(torch, args[0]) and tensor.is_pinned():
+            kwargs["non_blocking"] = True
+        return really_to(tensor, *args, **kwargs)
+
+    def cuda(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tensor.is_cuda and not kwargs.get("non_blocking") and len(args) <= 1 and tensor.is_pinned():
+            kwargs["non_blocking"] = True
+        return really_cuda(tensor, *args, **kwargs)
+
+    ledger.set(torch.Tensor, "to", to)
+    ledger.set(torch.Tensor, "cuda", cuda)
+
+
+def _is_cuda(torch: Any, target: Any) -> bool:
+    if isinstance(target, torch.device):
+        return bool(target.type == "cuda")
+    return isinstance(target, int) and not isinstance(target, bool) or (isinstance(target, str) and target.startswith("cuda"))
+
+
+def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+    """Normalizes with the wrong constant."""
+    def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        from torch.utils.data import default_collate
+
+        collate = arguments.get("collate_fn") or default_collate
+
+        def brighter(samples: Any) -> Any:
+            batch = collate(samples)
+            if isinstance(batch, (list, tuple)) and batch[0].is_floating_point():
+                batch[0].add_(0.25)
+            return batch
+
+        return {**arguments, "collate_fn": brighter}
+
+    rule = scene.loader_rule(change)
+    scene.loader_rules.append(rule)
+    ledger.call("loader rule", lambda: scene.loader_rules.remove(rule))
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    held: dict[str, Any] = value if isinstance(value, dict) else {}
+    arguments = f"num_workers={held.get('workers', 0)}"
+    arguments += ", persistent_workers=True" if held.get("workers") else ""
+    return f"DataLoader(..., {arguments}{', pin_memory=True' if held.get('pin') else ''})" + (
+        "  # and images.to(device, non_blocking=True)" if held.get("pin") else "")
+
+
+LEVER = Lever("loader", Moment.LOADER, Effect.RESAMPLED, applies, code, apply=apply, guard=Comparison.DISTRIBUTION, known_bad=known_bad, page=__doc__)

@@ -1,0 +1,58 @@
+"""Start the program with a memory allocator that keeps large blocks instead of returning them to the system.
+
+What it does: preloads tcmalloc, jemalloc or mimalloc, whichever the system or the `malloc` extra offers; or tells the
+    C library's own allocator (glibc) to keep freed memory, without mapping each large tensor anew.
+Why it is faster: on a CPU every activation and gradient is a fresh malloc. glibc maps blocks above 128 kB to 32 MB from the
+    kernel and unmaps them when they are freed, so each step pays for page faults and zeroed pages over and over.
+When it does not help: on a GPU (tensors live elsewhere); where the maths takes far longer than touching the memory.
+What it can change: nothing in the results; the process may hold more memory.
+Evidence: word_language_model LSTM 1.54x, MNIST 1.31x (2 CPU cores, torch 2.14.1, interleaved process pairs, n = 3,
+    against the plain program, 2026-11-21); measured on your program before it is kept.
+Sources: mallopt(3), section "M_MMAP_THRESHOLD"; gperftools, jemalloc and mimalloc documentation; PyTorch performance tuning guide.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Comparison, Lever, Options, Skip, Value
+from flatout.plan.words import Effect, Moment
+
+ORDER = ("tcmalloc", "mimalloc", "jemalloc", "glibc")
+FOUR_GB = str(4 * 2**30 - 1)
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if facts.system != "Linux":
+        return Skip(f"preloading an allocator is only done on Linux; this is {facts.system or 'an unknown system'}")
+    preloaded = facts.environment.get("LD_PRELOAD", "")
+    if "malloc" in preloaded:
+        return Skip(f"the environment already preloads {preloaded.split('/')[-1]}")
+    if any(name.startswith("MALLOC_") for name in facts.environment) or "GLIBC_TUNABLES" in facts.environment:
+        return Skip("the environment already configures malloc")
+    if scene is not None and scene.device_type != "cpu":
+        return Skip("the tensors live on the accelerator, which has an allocator of its own")
+    found = tuple(name for name in ORDER if name in facts.allocators)
+    return Options(found) if found else Skip("no other allocator was found; `pip install flatout[malloc]` brings one")
+
+
+def environment(facts: Facts, value: Value) -> dict[str, str]:
+    if value == "glibc":
+        # Never map, never trim: freed memory stays with the process and is used again, pages and all.
+        return {"MALLOC_MMAP_THRESHOLD_": FOUR_GB, "MALLOC_TRIM_THRESHOLD_": FOUR_GB, "MALLOC_TOP_PAD_": str(64 * 2**20)}
+    library = facts.allocators.get(str(value))
+    if library is None:
+        raise LookupError(f"{value} is not installed here")
+    before = facts.environment.get("LD_PRELOAD", "")
+    return {"LD_PRELOAD": f"{library}:{before}" if before else library, "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**62)} if value == "tcmalloc" else {
+        "LD_PRELOAD": f"{library}:{before}" if before else library}
+
+
+def code(value: Value) -> str:
+    if value == "glibc":
+        return f"MALLOC_MMAP_THRESHOLD_={FOUR_GB} MALLOC_TRIM_THRESHOLD_={FOUR_GB} python train.py"
+    return f"LD_PRELOAD=/path/to/lib{value}.so python train.py"
+
+
+LEVER = Lever("malloc", Moment.PROCESS, Effect.EXACT, applies, code, environment=environment, guard=Comparison.BITWISE, page=__doc__)

@@ -1,0 +1,52 @@
+"""Use fewer threads inside an operation.
+
+What it does: torch.set_num_threads(n) for n below the default.
+Why it is faster: small operations spend more time waking threads than computing, and loader workers want cores too.
+When it does not help: large convolutions and matrix products, which scale with the cores.
+What it can change: rounding; sums are split otherwise.
+Evidence: measured on your program before it is kept. On most programs the default is right.
+Sources: PyTorch documentation, "CPU threading and TorchScript inference"; torch.set_num_threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if "OMP_NUM_THREADS" in facts.environment:
+        return Skip(f"the environment asks for OMP_NUM_THREADS={facts.environment['OMP_NUM_THREADS']}")
+    now = scene.torch.get_num_threads()
+    if scene.steps and now != scene.threads_at_import:
+        return Skip(f"the script itself chose {now} threads")
+    if now < 2:
+        return Skip("one thread is used already")
+    if scene.device_type != "cpu":
+        return Skip("the model is on the accelerator")
+    return Options(tuple(dict.fromkeys(n for n in (1, now // 2, now // 4) if 1 <= n < now)))
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    before = scene.torch.get_num_threads()
+    scene.torch.set_num_threads(int(value))  # type: ignore[arg-type]
+    ledger.call("torch.set_num_threads", lambda: scene.torch.set_num_threads(before))
+    return ledger.restore
+
+
+def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+    """A "race": one parameter gets a tenth of its update from the wrong place."""
+    parameter = scene.parameters[0]
+    hook = parameter.register_hook(lambda grad: grad + 0.3 * grad.flip(0))
+    ledger.call("gradient hook", hook.remove)
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    return f"torch.set_num_threads({value})"
+
+
+LEVER = Lever("threads", Moment.IMPORT, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, page=__doc__)

@@ -1,0 +1,69 @@
+"""What makes two runs the same: digests of batches and weights, and the distance between gradients."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+STATISTICS_SAMPLES = 64  # samples of one batch that are described
+
+
+def tensors_in(thing: Any, torch: Any, depth: int = 0) -> Iterator[Any]:
+    """Every tensor in a batch: nested lists, tuples and dictionaries, in order."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif depth < 6:
+        parts = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple)) else ()
+        for part in parts:
+            yield from tensors_in(part, torch, depth + 1)
+
+
+def digest(tensors: Any, torch: Any) -> str:
+    """Sixteen hex digits over dtype, shape and bytes; the memory layout does not count."""
+    sum_ = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        flat = tensor.detach()
+        flat = flat.to_dense() if flat.layout != torch.strided else flat
+        flat = flat.cpu().contiguous()
+        sum_.update(f"{flat.dtype}{tuple(flat.shape)}".encode())
+        sum_.update(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
+    return sum_.hexdigest()
+
+
+def batch_statistics(thing: Any, torch: Any) -> list[list[float]]:
+    """Four numbers a sample of the batch's first image-like or vector tensor: mean, deviation, and how much heavier
+    its left is than its right and its top than its bottom. They see a wrong constant, a missing flip, a missing crop.
+    """
+    for tensor in tensors_in(thing, torch):
+        if tensor.dim() < 2 or not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
+            continue
+        x = tensor[:STATISTICS_SAMPLES].detach().float().cpu()
+        width, height = x.shape[-1], x.shape[-2] if x.dim() > 2 else 1
+        flat = x.reshape(len(x), -1)
+        features = [flat.mean(1), flat.std(1) if flat.shape[1] > 1 else torch.zeros(len(flat))]
+        halves = x[..., : width // 2].reshape(len(x), -1).mean(1) - x[..., (width + 1) // 2:].reshape(len(x), -1).mean(1)
+        features.append(halves if width > 1 else torch.zeros(len(x)))
+        if height > 1:
+            features.append(x[..., : height // 2, :].reshape(len(x), -1).mean(1) - x[..., (height + 1) // 2:, :].reshape(len(x), -1).mean(1))
+        else:
+            features.append(torch.zeros(len(x)))
+        return [[float(v) for v in row] for row in torch.stack(features, 1).tolist()]
+    return []
+
+
+def relative_distance(a: list[Any], b: list[Any], torch: Any) -> float:
+    """||a - b|| / ||b|| over all tensors together, in float64; infinite where a value is not finite. ``b`` is the reference."""
+    above = below = 0.0
+    for x, y in zip(a, b, strict=True):
+        if x is None and y is None:
+            continue
+        if x is None or y is None:
+            x, y = (torch.zeros_like(y) if x is None else x), (torch.zeros_like(x) if y is None else y)
+        x, y = x.detach().to(torch.float64), y.detach().to(torch.float64)
+        above += float((x - y).square().sum())
+        below += float(y.square().sum())
+    if not above < float("inf"):
+        return float("inf")
+    return (above**0.5) / (below**0.5) if below > 0 else (0.0 if above == 0 else float("inf"))

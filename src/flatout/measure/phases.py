@@ -1,0 +1,71 @@
+"""Where the time of a step goes: data wait, host-to-device copy, forward, backward, optimizer, everything else.
+
+Phases are marked as they begin and end, and turned into milliseconds later: on CUDA a mark is an event, and reading
+it at once would stop the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.measure.clock import Clock, HostClock
+from flatout.measure.statistics import quantile
+from flatout.plan.records import PHASES, PhaseTime
+
+KEPT_STEPS = 512  # a trial of a million steps keeps the phases of its last ones
+
+
+class PhaseRecorder:
+    """Collects the spans of each step. ``data`` is always host time: waiting for the loader is the host's."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._host = HostClock()
+        self._open: dict[str, Any] = {}
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._steps: list[tuple[float, dict[str, float]] | tuple[tuple[Any, Any], list[tuple[str, Any, Any]]]] = []
+        self._cuda = clock.name == "cuda"
+
+    def begin(self, phase: str) -> None:
+        self._open[phase] = self._host.mark() if phase == "data" else self.clock.mark()
+
+    def end(self, phase: str) -> None:
+        start = self._open.pop(phase, None)
+        if start is not None:
+            self._spans.append((phase, start, self._host.mark() if phase == "data" else self.clock.mark()))
+
+    def step(self, start: Any, end: Any) -> None:
+        """Close a step that ran between two marks of the clock."""
+        self._steps.append(((start, end), self._spans))
+        self._spans = []
+        if len(self._steps) > KEPT_STEPS:
+            del self._steps[0]
+
+    def forget(self) -> None:
+        """Drop what was collected so far (the warm-up, or the time in which another process had the baton)."""
+        self._steps.clear()
+        self._spans = []
+        self._open.clear()
+
+    def summary(self) -> dict[str, PhaseTime]:
+        """Median, quartiles and share of each phase over the kept steps; waits for the device."""
+        self.clock.settle()
+        rows: list[dict[str, float]] = []
+        total = 0.0
+        for (start, end), spans in self._steps:  # type: ignore[misc]
+            length = self.clock.elapsed_ms(start, end)
+            row = dict.fromkeys(PHASES, 0.0)
+            for phase, a, b in spans:  # type: ignore[misc,str-unpack]
+                row[phase] += self._host.elapsed_ms(a, b) if phase == "data" else self.clock.elapsed_ms(a, b)
+            # A closure runs forward and backward inside the optimizer's step: they are not the optimizer's time.
+            if row["optimizer"] >= row["forward"] + row["backward"] > 0 and sum(row.values()) > 1.02 * length:
+                row["optimizer"] -= row["forward"] + row["backward"]
+            row["other"] = max(0.0, length - sum(row.values()))
+            rows.append(row)
+            total += length
+        if not rows or total <= 0:
+            return {}
+        return {
+            phase: PhaseTime(*(quantile([row[phase] for row in rows], q) for q in (0.5, 0.25, 0.75)), sum(row[phase] for row in rows) / total)
+            for phase in PHASES
+        }

@@ -1,0 +1,30 @@
+"""When a program has warmed up: allocator, caches, compiler and loader workers have settled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flatout.measure.statistics import median
+
+WINDOW = 4
+TOLERANCE = 0.15
+LONGEST_WARMUP_TICKS = 30
+LONGEST_WARMUP_S = 20.0
+
+
+def is_steady(ticks_ms: Sequence[float], elapsed_s: float) -> bool:
+    """True once two successive windows of four ticks have medians within 15 %, or patience has run out.
+
+    ``ticks_ms`` are all ticks after the first step, ``elapsed_s`` the time since the first step. A program whose tick
+    lasts seconds is taken after one tick: a longer warm-up would cost more than it could correct.
+    """
+    if not ticks_ms:
+        return False
+    if elapsed_s >= LONGEST_WARMUP_S or len(ticks_ms) >= LONGEST_WARMUP_TICKS:
+        return True
+    if ticks_ms[-1] >= 1000.0 and len(ticks_ms) >= 2:
+        return ticks_ms[-1] <= 1.3 * ticks_ms[-2] and ticks_ms[-2] <= 1.3 * ticks_ms[-1]
+    if len(ticks_ms) < 2 * WINDOW:
+        return False
+    before, now = median(ticks_ms[-2 * WINDOW:-WINDOW]), median(ticks_ms[-WINDOW:])
+    return abs(now - before) <= TOLERANCE * max(now, before)

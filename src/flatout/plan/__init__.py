@@ -1,0 +1,23 @@
+"""Room 0: the words of flatout. Standard library only; tomlkit is imported when a Plan is written."""
+
+from flatout.plan.errors import (
+    FlatoutError,
+    NothingMeasured,
+    PlanError,
+    ProgramFailed,
+    ProgramNotFound,
+    StorageError,
+    TrialFailed,
+    UsageError,
+)
+from flatout.plan.facts import Facts, Gpu
+from flatout.plan.folder import JobFolder, TrialFolder
+from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.plan import Choice, Plan, diff, spell
+from flatout.plan.words import Effect, Moment, Origin, Status
+
+__all__ = [
+    "Choice", "Comparison", "Effect", "Facts", "FlatoutError", "Gpu", "JobFolder", "Lever", "Moment", "NothingMeasured",
+    "Options", "Origin", "Plan", "PlanError", "ProgramFailed", "ProgramNotFound", "Skip", "Status", "StorageError",
+    "TrialFailed", "TrialFolder", "Undo", "UsageError", "Value", "diff", "spell",
+]

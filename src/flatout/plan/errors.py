@@ -1,0 +1,51 @@
+"""The one tree of errors. A message says what happened, why, and the next command.
+
+    FlatoutError
+    ├── UsageError            the command line cannot be understood                      exit 2
+    ├── PlanError             a flatout.toml that is broken, hostile or too new           exit 2
+    ├── ProgramNotFound       there is no such program or script                         exit 127
+    ├── ProgramFailed         the user's program failed by itself                        its own exit code
+    ├── NothingMeasured       the program ran, but no training step could be measured    exit 3
+    ├── TrialFailed           a trial died, hung or lost its program                     exit 3
+    └── StorageError          a folder or a disk refuses to be written                   exit 4
+"""
+
+from __future__ import annotations
+
+
+class FlatoutError(Exception):
+    """Anything that flatout reports to a person instead of showing a traceback."""
+
+    exit_code = 1
+
+
+class UsageError(FlatoutError):
+    exit_code = 2
+
+
+class PlanError(FlatoutError):
+    exit_code = 2
+
+
+class ProgramNotFound(FlatoutError):
+    exit_code = 127
+
+
+class ProgramFailed(FlatoutError):
+    """The user's program ended with an error of its own; flatout leaves with the same exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code if exit_code > 0 else 128 - exit_code
+
+
+class NothingMeasured(FlatoutError):
+    exit_code = 3
+
+
+class TrialFailed(FlatoutError):
+    exit_code = 3
+
+
+class StorageError(FlatoutError):
+    exit_code = 4

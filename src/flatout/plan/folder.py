@@ -1,0 +1,124 @@
+"""The folder of a job, and the one way in which flatout writes a file: whole, or not at all.
+
+    .flatout/<job>/            0700
+        session.json           every record of the session
+        flatout.toml           the Plan
+        report.html
+        trials/<n>/            one measured run: spec.json, result.json, stdout.log, stderr.log, saved/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from flatout.plan.errors import StorageError
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write beside, flush to the disk, rename: a reader sees the old file or the new one, never a part."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as out:
+                out.write(text)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}. Free some space, or name another folder with --job.") from error
+
+
+def write_json(path: Path, data: Any) -> None:
+    write_whole(path, json.dumps(data, indent=1, sort_keys=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The content, or None where there is no file or it is not JSON (a power cut, another tool)."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+class JobFolder:
+    """Owns every path of one job."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def make(self) -> JobFolder:
+        try:
+            self.trials.mkdir(parents=True, exist_ok=True)
+            self.path.chmod(0o700)
+        except OSError as error:
+            raise StorageError(f"cannot make the folder {self.path}: {error.strerror}. Name a folder that can be written with --job DIR.") from error
+        return self
+
+    @property
+    def session(self) -> Path:
+        return self.path / "session.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "flatout.toml"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def trials(self) -> Path:
+        return self.path / "trials"
+
+    def new_trial(self) -> TrialFolder:
+        """The next free number. Made with ``mkdir``, so that two sessions never share one."""
+        number = 1 + max((int(p.name) for p in self.trials.glob("*") if p.name.isdigit()), default=0)
+        while True:
+            try:
+                (self.trials / str(number)).mkdir(parents=True)
+                return TrialFolder(self.trials / str(number))
+            except FileExistsError:
+                number += 1
+            except OSError as error:
+                raise StorageError(f"cannot make a folder in {self.trials}: {error.strerror}. Name another folder with --job DIR.") from error
+
+
+class TrialFolder:
+    """Owns every path of one trial."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.json"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def stdout(self) -> Path:
+        return self.path / "stdout.log"
+
+    @property
+    def stderr(self) -> Path:
+        return self.path / "stderr.log"
+
+    @property
+    def saved(self) -> Path:
+        """Where a trial's own files land instead of the user's folders."""
+        return self.path / "saved"
+
+    @property
+    def claim(self) -> Path:
+        """Made by the one process of the program that is measured."""
+        return self.path / "claim"

@@ -1,0 +1,72 @@
+"""What a lever is: a frozen value with two functions. It never prints, times, or reads another lever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.words import Effect, Moment
+
+Undo = Callable[[], None]
+Value = bool | int | float | str | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The values worth trying, likely best first.
+
+    ``effect`` narrows or widens the lever's declared effect for this program: more loader workers, for
+    example, are EXACT over a dataset that draws nothing and RESAMPLED over one that does.
+    """
+
+    values: tuple[Value, ...]
+    effect: Effect | None = None
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Why a lever does not apply here: a sentence for a person."""
+
+    reason: str
+
+
+class Comparison(StrEnum):
+    """The comparison that must hold before a lever is kept (see ``flatout.measure.parity``)."""
+
+    BITWISE = "bitwise"  # losses and weights are those of the plain run, bit for bit
+    GRADIENT = "gradient"  # gradient, update and buffers of one step, beside a float64 reference
+    DISTRIBUTION = "distribution"  # batches come from the same distribution
+
+
+def _nothing_in_environment(facts: Facts, value: Value) -> Mapping[str, str]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One optimisation.
+
+    ``name`` is the file's name and reads after "with". ``applies(facts, scene)`` answers Options or Skip;
+    ``apply(scene, value, ledger)`` acts and returns the Undo. A PROCESS lever has ``environment`` instead:
+    the variables that the program must be started with. ``live`` levers can be switched between two steps.
+    ``known_bad(scene, value, ledger)`` is a broken variant that the guard must reject. ``code(value)`` are
+    the lines a person would write to have the lever without flatout.
+    """
+
+    name: str
+    moment: Moment
+    effect: Effect
+    applies: Callable[[Facts, Any], Options | Skip]
+    code: Callable[[Value], str]
+    apply: Callable[[Any, Value, Any], Undo] | None = None
+    environment: Callable[[Facts, Value], Mapping[str, str]] = _nothing_in_environment
+    live: bool = False
+    warms_up: bool = False  # the first steps after it was switched on are slow, and must be paid back
+    guard: Comparison = Comparison.GRADIENT
+    known_bad: Callable[[Any, Value, Any], Undo] | None = None
+    after: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    page: str = ""

@@ -1,0 +1,202 @@
+"""The plain records between measuring and showing. Everything here is JSON, and the file on disk is the interface.
+
+Times are milliseconds unless a name says otherwise. A *tick* is the unit of measuring: one optimizer cycle, or one
+backward pass where a cycle holds many (LBFGS) and lasts seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+SESSION_SCHEMA = 1
+PHASES = ("data", "copy", "forward", "backward", "optimizer", "other")
+
+
+class Record:
+    """JSON both ways. Unknown keys are ignored, so that an older flatout can show a newer record."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{key: value for key, value in data.items() if key in names})
+
+
+@dataclass
+class Ratio(Record):
+    """How many times faster B is than A, with an interval. ``n`` counts the pairs or blocks behind it."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    def sentence(self) -> str:
+        return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f}, n={self.n})"
+
+
+@dataclass
+class PhaseTime(Record):
+    """One phase of a step: median and quartiles over the measured steps, and its share of the mean step."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    share: float
+
+
+@dataclass
+class TrialRecord(Record):
+    """What one trial left behind: its ``result.json``.
+
+    ``status`` is ``finished`` (stopped by us), ``ended`` (the program came to its own end), ``failed`` (it raised,
+    or left with an exit code), ``hung`` or ``unattached``. ``losses`` are hexadecimal floats, one for each backward
+    pass since the start, warm-up included; ``loss_steps`` is the step each belongs to.
+    """
+
+    status: str
+    reason: str = ""
+    exit_code: int | None = None
+    steps: int = 0
+    warmup_steps: int = 0
+    warmup_ms: float = 0.0
+    unit: str = "step"
+    step_ms: float | None = None
+    step_ms_list: list[float] = field(default_factory=list)
+    samples_per_step: float | None = None
+    samples_per_s: float | None = None
+    phases: dict[str, Any] = field(default_factory=dict)
+    losses: list[str] = field(default_factory=list)
+    loss_steps: list[int] = field(default_factory=list)
+    batch_hashes: list[str] = field(default_factory=list)
+    batch_statistics: list[list[float]] = field(default_factory=list)
+    weights_digests: dict[str, str] = field(default_factory=dict)
+    peak_memory_bytes: int | None = None
+    device: str = "cpu"
+    seed: int | None = None
+    plan: dict[str, Any] = field(default_factory=dict)
+    applied: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    scene: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    log_tail: str = ""
+
+
+@dataclass
+class LeverRecord(Record):
+    """How one lever ended in a session. ``ratio`` is against the plain program, None where nothing was measured."""
+
+    name: str
+    value: Any
+    status: str
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    reason: str = ""
+    effect: str = ""
+    how: str = ""  # "live" (switched inside one process) or "processes" (fresh processes, interleaved)
+
+
+@dataclass
+class GuardCheck(Record):
+    """One comparison of the guard: what was compared, the value seen, the limit it must stay below."""
+
+    name: str
+    passed: bool
+    why: str
+    value: float | None = None
+    limit: float | None = None
+
+
+@dataclass
+class GuardRecord(Record):
+    """``verdict`` is ``same`` (bitwise), ``equivalent``, ``failed`` or ``not checked``; ``why`` says it in words.
+
+    ``plain_losses`` and ``tuned_losses`` hold one curve a seed, aligned by position; ``seeds`` names them.
+    """
+
+    verdict: str
+    why: str
+    checks: list[GuardCheck] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    plain_losses: list[list[float]] = field(default_factory=list)
+    tuned_losses: list[list[float]] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> GuardRecord:
+        record = super().from_json(data)
+        record.checks = [c if isinstance(c, GuardCheck) else GuardCheck.from_json(c) for c in record.checks]
+        return record
+
+
+@dataclass
+class Side(Record):
+    """One side of the before-and-after: the plain program, or the program under the best Plan."""
+
+    plan: dict[str, Any] = field(default_factory=dict)
+    step_ms: float | None = None
+    samples_per_s: float | None = None
+    unit: str = "step"
+    phases: dict[str, Any] = field(default_factory=dict)
+    peak_memory_bytes: int | None = None
+    warmup_ms: float = 0.0
+    steps: int = 0
+
+
+@dataclass
+class Contest(Record):
+    """One comparison that was tried: a Plan against the plain program (or against another Plan)."""
+
+    plan: str
+    against: str
+    how: str
+    ratio: float | None
+    low: float | None
+    high: float | None
+    n: int
+    note: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class SessionRecord(Record):
+    """Everything one `flatout tune` learned. Saved after every contest as ``session.json``."""
+
+    command: list[str]
+    cwd: str
+    key: dict[str, Any]
+    schema: int = SESSION_SCHEMA
+    flatout: str = ""
+    created: str = ""  # ISO 8601, UTC
+    status: str = "running"  # running | done | failed
+    message: str = ""  # the verdict in one sentence
+    budget_s: float = 0.0
+    spent_s: float = 0.0
+    effects: list[str] = field(default_factory=list)
+    baseline: Side = field(default_factory=Side)
+    best: Side = field(default_factory=Side)
+    speedup: Ratio | None = None
+    noise_floor: Ratio | None = None
+    guard: GuardRecord = field(default_factory=lambda: GuardRecord("not checked", "nothing was chosen yet"))
+    levers: list[LeverRecord] = field(default_factory=list)
+    contests: list[Contest] = field(default_factory=list)
+    payback_steps: int | None = None
+    machine: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    scene: dict[str, Any] = field(default_factory=dict)
+    stages: dict[str, Any] = field(default_factory=dict)  # what a continued session need not measure again
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> SessionRecord:
+        record = super().from_json(data)
+        for name, kind in (("baseline", Side), ("best", Side), ("speedup", Ratio), ("noise_floor", Ratio), ("guard", GuardRecord)):
+            value = getattr(record, name)
+            if isinstance(value, dict):
+                setattr(record, name, kind.from_json(value))
+        record.levers = [LeverRecord.from_json(v) if isinstance(v, dict) else v for v in record.levers]
+        record.contests = [Contest.from_json(v) if isinstance(v, dict) else v for v in record.contests]
+        return record

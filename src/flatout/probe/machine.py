@@ -1,0 +1,134 @@
+"""The machine and its software, without importing torch."""
+
+from __future__ import annotations
+
+import glob
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+from flatout.plan.facts import Facts, Gpu
+
+WATCHED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "GLIBC_TUNABLES",
+           "CUDA_VISIBLE_DEVICES", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
+DISTRIBUTIONS = ("torch", "torchvision", "numpy", "lightning", "triton", "cmeel-mimalloc")
+LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/lib64", "/lib")
+ALLOCATORS = {"tcmalloc": ("libtcmalloc_minimal.so.*", "libtcmalloc.so.*"), "jemalloc": ("libjemalloc.so.*",), "mimalloc": ("libmimalloc.so.*",)}
+
+
+def look() -> Facts:
+    """Every fact that can be had cheaply. Missing ones stay at their defaults."""
+    how = {"cpu": "/proc/cpuinfo", "cores": "sched_getaffinity and the cgroup's quota", "memory_bytes": "sysconf",
+           "gpus": "NVML", "versions": "importlib.metadata", "allocators": "library folders and installed wheels"}
+    model, flags = _cpu()
+    versions = {name: version for name in DISTRIBUTIONS if (version := _version(name))}
+    return Facts(cpu=model, cores=_cores(), memory_bytes=_memory(), cpu_flags=flags, gpus=_gpus(), system=platform.system(),
+                 python=platform.python_version(), versions=versions, environment={n: os.environ[n] for n in WATCHED if n in os.environ},
+                 allocators=_allocators(), how=how)
+
+
+def _cpu() -> tuple[str, tuple[str, ...]]:
+    model, flags = platform.machine(), ()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                model = value.strip()
+            elif key.strip() in ("flags", "Features"):
+                interesting = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "asimd", "bf16", "sve")
+                return model, tuple(flag for flag in value.split() if flag in interesting)
+    except OSError:
+        pass
+    return model, flags
+
+
+def _cores() -> int:
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()[:2]
+        if quota != "max":
+            available = min(available, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return available
+
+
+def _memory() -> int:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
+        return min(total, int(limit)) if limit.isdigit() else total
+    except OSError:
+        return total
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no wheel, no driver, no permission: no GPU that we could use
+        return _gpus_of_proc()
+    try:
+        found = []
+        for at in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(at)
+            name = pynvml.nvmlDeviceGetName(handle)
+            found.append(Gpu(name if isinstance(name, str) else name.decode(), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                             tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))))
+        return tuple(found)
+    except pynvml.NVMLError:
+        return ()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpus_of_proc() -> tuple[Gpu, ...]:
+    """The kernel driver's own listing, where the NVML wheel is not installed; capability and memory stay unknown."""
+    found = []
+    for path in sorted(glob.glob("/proc/driver/nvidia/gpus/*/information")):
+        try:
+            for line in Path(path).read_text(encoding="utf-8").splitlines():
+                if line.startswith("Model:"):
+                    found.append(Gpu(line.partition(":")[2].strip(), 0, (0, 0)))
+        except OSError:
+            continue
+    return tuple(found)
+
+
+def _allocators() -> dict[str, str]:
+    if platform.system() != "Linux":
+        return {}
+    found = {}
+    for name, patterns in ALLOCATORS.items():
+        paths = [p for folder in LIBRARIES for pattern in patterns for p in sorted(glob.glob(f"{folder}/{pattern}"))]
+        if paths:
+            found[name] = paths[0]
+    if "mimalloc" not in found:
+        wheel = _file_of("cmeel-mimalloc", "libmimalloc.so")
+        if wheel:
+            found["mimalloc"] = wheel
+    if platform.libc_ver()[0] == "glibc":
+        found["glibc"] = "libc"
+    return found
+
+
+def _file_of(distribution: str, start: str) -> str | None:
+    """The real path of a shared library that a wheel has brought."""
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    paths = [Path(str(f.locate())) for f in files if f.name.startswith(start)]
+    return next((str(p.resolve()) for p in paths if p.is_file()), None)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

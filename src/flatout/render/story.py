@@ -1,0 +1,271 @@
+"""What a session has to tell, in the order in which a person asks. Both views, terminal and report, tell this story.
+
+Nothing here knows about colours, columns or tags; nothing here measures. A record that holds less (a session that failed,
+or that is still running) tells less, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from flatout.plan.records import PHASES, GuardRecord, LeverRecord, SessionRecord, Side
+from flatout.plan.words import Status
+from flatout.render.wording import (
+    NOTHING,
+    count,
+    drawable,
+    duration,
+    figure,
+    interval,
+    milliseconds,
+    one_line,
+    per_second,
+    sentence,
+    several,
+    shell,
+    size,
+    times,
+)
+
+
+class Outcome(StrEnum):
+    FASTER = "faster"
+    CHANGED = "changed"  # faster, but the guard refused the results
+    UNCHANGED = "unchanged"
+    RUNNING = "running"
+    FAILED = "failed"
+
+
+RESULTS = {
+    "same": "same results",
+    "equivalent": "equivalent results",
+    "failed": "but the results changed",
+    "not checked": "results not checked",
+}
+GUARD_WORDS = {
+    "same": "same, bit for bit",
+    "equivalent": "equivalent",
+    "failed": "failed",
+    "not checked": "not checked",
+}
+
+
+def outcome(session: SessionRecord) -> Outcome:
+    if session.status in ("failed", "running"):
+        return Outcome(session.status)
+    if not _gain(session):
+        return Outcome.UNCHANGED
+    return Outcome.CHANGED if session.guard.verdict == "failed" else Outcome.FASTER
+
+
+def _gain(session: SessionRecord) -> float | None:
+    """The speed-up, if the whole of its interval is a speed-up."""
+    if session.speedup is None:
+        return None
+    median, low = drawable(session.speedup.median), drawable(session.speedup.low)
+    return median if median is not None and median > 1 and (low is None or low > 1) else None
+
+
+def headline(session: SessionRecord) -> str:
+    """The verdict in a few words: ``1.31 times as fast, same results``."""
+    gain = _gain(session)
+    fast = f"{times(gain)[:-1]} times as fast, {RESULTS.get(session.guard.verdict, RESULTS['not checked'])}"
+    match outcome(session):
+        case Outcome.FAILED:
+            return "The tuning failed"
+        case Outcome.RUNNING:
+            return f"Still tuning: so far {fast}" if gain else "Still tuning: nothing to report yet"
+        case Outcome.FASTER | Outcome.CHANGED:
+            return fast
+        case _:
+            return "No faster Plan found: the program is best run as it is"
+
+
+def message(session: SessionRecord) -> str:
+    """The tuner's own sentence, unless it only repeats the headline."""
+    text = sentence(session.message)
+    return "" if text.rstrip(".").lower() == headline(session).lower() else text
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of before and after; ``spread`` is the interval of ``change``."""
+
+    what: str
+    plain: str
+    tuned: str
+    change: str = ""
+    spread: str = ""
+
+
+def before_after(session: SessionRecord) -> list[Row]:
+    a, b = session.baseline, session.best
+    ratio = session.speedup
+    known = ratio if ratio is not None and drawable(ratio.median) is not None else None
+    change, spread = (times(known.median), spread_of(known.low, known.high, known.n)) if known else ("", "")
+    rows = [Row(f"time of a {one_line(a.unit or 'step', 40)}", milliseconds(a.step_ms), milliseconds(b.step_ms), change, spread)]
+    rows.append(Row("throughput", per_second(a.samples_per_s), per_second(b.samples_per_s)))
+    rows.append(Row("peak memory", size(a.peak_memory_bytes), size(b.peak_memory_bytes), _percent(a.peak_memory_bytes, b.peak_memory_bytes)))
+    # A warm-up of exactly nothing was not measured: the first step of any program is slower than the rest.
+    plain, tuned = (duration(side.warmup_ms / 1000) if drawable(side.warmup_ms) else NOTHING for side in (a, b))
+    rows.append(Row("warm-up", plain, tuned))
+    return [row for row in rows if (row.plain, row.tuned) != (NOTHING, NOTHING)]
+
+
+def both_sides(rows: list[Row]) -> bool:
+    """Whether there is a tuned side to show at all."""
+    return any(row.tuned != NOTHING for row in rows)
+
+
+def with_interval(ratio: object, low: object, high: object, n: object, dash: str = "–") -> str:
+    """``1.31x (1.28–1.35, n=6)``"""
+    inside = spread_of(low, high, n, dash)
+    return times(ratio) + (f" ({inside})" if inside else "")
+
+
+def spread_of(low: object, high: object, n: object, dash: str = "–") -> str:
+    pairs = f"n={count(n)}" if drawable(n) else ""
+    return ", ".join(part for part in (interval(low, high, dash), pairs) if part)
+
+
+def _percent(before: object, after: object) -> str:
+    a, b = drawable(before), drawable(after)
+    if not a or b is None:
+        return ""
+    change = round(100 * (b - a) / abs(a))
+    return f"{change:+,d} %".replace("-", "−") if change else "unchanged"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One phase of one side: the milliseconds to draw, and the median with its quartiles to write."""
+
+    phase: str
+    ms: float
+    median_ms: float | None
+    low_ms: float | None
+    high_ms: float | None
+
+
+def parts(side: Side) -> list[Part]:
+    """The phases of a step in the order of the step. Their drawn lengths are shares of the mean step, so they add up."""
+    known = [name for name in PHASES if name in side.phases]
+    step = drawable(side.step_ms)
+    return [part for name in [*known, *[n for n in side.phases if n not in PHASES][:6]] if (part := _part(name, side.phases[name], step))]
+
+
+def _part(name: str, phase: Any, step_ms: float | None) -> Part | None:
+    def read(key: str) -> float | None:
+        return drawable(phase.get(key) if isinstance(phase, Mapping) else getattr(phase, key, None))
+
+    median = drawable(phase) if isinstance(phase, (int, float)) else read("median_ms")
+    share = read("share")
+    ms = share * step_ms if share is not None and step_ms is not None else median
+    return None if ms is None else Part(one_line(name, 40), max(0.0, ms), median, read("low_ms"), read("high_ms"))
+
+
+STATUS_ORDER: dict[str, int] = {Status.APPLIED: 0, Status.REJECTED: 1, Status.SKIPPED: 2}
+
+
+def levers_in_order(session: SessionRecord) -> list[LeverRecord]:
+    """Applied, then rejected, then skipped; the fastest first, and as recorded where nothing was measured."""
+    return sorted(session.levers, key=lambda r: (STATUS_ORDER.get(r.status, 3), -(drawable(r.ratio) or 0.0)))
+
+
+def guard_sentence(guard: GuardRecord) -> str:
+    words = GUARD_WORDS.get(guard.verdict, one_line(guard.verdict, 60) or GUARD_WORDS["not checked"])
+    why = one_line(guard.why)
+    return f"{words}: {why}" if why else words
+
+
+def payback_sentence(session: SessionRecord) -> str:
+    """At which step the tuned program overtakes the plain one, with the reason."""
+    if not _gain(session) or session.guard.verdict == "failed":
+        return ""
+    extra_ms = (drawable(session.best.warmup_ms) or 0.0) - (drawable(session.baseline.warmup_ms) or 0.0)
+    before, after = drawable(session.baseline.step_ms), drawable(session.best.step_ms)
+    saved = "" if before is None or after is None or before <= after else f", and each step saves {milliseconds(before - after)}"
+    steps = drawable(session.payback_steps)
+    if steps is None:
+        return "At which step is not known: the warm-up was not measured." if extra_ms <= 0 else "At which step is not known."
+    if steps <= 0:
+        return f"From the first step: there is no extra warm-up to repay{saved}."
+    cost = f"the tuned program warms up for {duration(extra_ms / 1000)} longer{saved}" if extra_ms > 0 else "its warm-up is repaid by then"
+    return f"At step {count(steps)}: {cost}."
+
+
+@dataclass(frozen=True)
+class Next:
+    why: str
+    command: str
+
+
+def next_step(session: SessionRecord) -> Next:
+    """The one command to type now."""
+    command = shell(session.command)
+    if not command:
+        return Next("", "")
+    match outcome(session):
+        case Outcome.FASTER:
+            return Next("Run the real job under this Plan:", f"flatout run {command}")
+        case Outcome.RUNNING | Outcome.FAILED:
+            return Next("Continue; no finished trial is measured again:", f"flatout tune {command}")
+        case _:
+            return Next("Run it as it is:", command)
+
+
+def effort(session: SessionRecord) -> str:
+    """``14 comparisons in 9 min 40 s, of a budget of 10 min 00 s``, or nothing before the first."""
+    if not session.contests and not drawable(session.spent_s):
+        return ""
+    text = several(len(session.contests), "comparison")
+    if drawable(session.spent_s):
+        text += f" in {duration(session.spent_s)}"
+    if drawable(session.budget_s):
+        text += f", of a budget of {duration(session.budget_s)}"
+    return text
+
+
+def noise(session: SessionRecord) -> str:
+    """The noise floor as ``0.99x (0.98–1.01, n=6)``, or nothing."""
+    floor = session.noise_floor
+    return "" if floor is None or drawable(floor.median) is None else with_interval(floor.median, floor.low, floor.high, floor.n)
+
+
+def device(session: SessionRecord) -> str:
+    """The machine in one line."""
+    machine = session.machine
+    gpus = machine.get("gpus") or ()
+    names = [one_line(gpu.get("name", "a GPU") if isinstance(gpu, Mapping) else gpu, 80) for gpu in gpus] if isinstance(gpus, (list, tuple)) else []
+    cores = f"{several(machine.get('cores'), 'core')}" if drawable(machine.get("cores")) else ""
+    processor = one_line(machine.get("cpu") or "", 100)
+    return ", ".join(part for part in [*(f"{names.count(n)} × {n}" for n in dict.fromkeys(names)), processor, cores] if part)
+
+
+# Shown by ``device``, shown elsewhere, or long and of no use to a reader.
+_NOT_LISTED = {"cpu", "cores", "gpus", "memory_bytes", "cpu_flags", "how", "versions"}
+
+
+def facts(session: SessionRecord) -> list[tuple[str, str]]:
+    """The machine, the software and the program, a line each."""
+    rows = [("machine", device(session)), ("memory", size(session.machine.get("memory_bytes") or None))]
+    rows += [(name, text) for name, text in _flat(session.machine) if name not in _NOT_LISTED]
+    rows.append(("software", ", ".join(f"{one_line(name, 60)} {one_line(version, 60)}" for name, version in list(session.versions.items())[:40])))
+    rows += [("flatout", one_line(session.flatout, 60)), ("folder", one_line(session.cwd))]
+    rows += [(f"program: {name}", text) for name, text in _flat(session.scene)]
+    rows += [(f"key: {name}", text) for name, text in _flat(session.key)]
+    return [(name, text) for name, text in rows if text and text != NOTHING][:60]
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            text = ", ".join(f"{k}={v}" for k, v in list(value.items())[:24])
+        elif isinstance(value, (list, tuple)):
+            text = ", ".join(str(item) for item in value[:24])
+        else:
+            text = "" if value is None else figure(value, 6) if isinstance(value, float) else str(value)
+        yield one_line(name, 60).replace("_", " "), one_line(text, 300)

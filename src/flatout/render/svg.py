@@ -1,0 +1,101 @@
+"""The few pieces of SVG that the pictures are made of.
+
+Horizontal places are percentages and texts keep their size in pixels, so that one picture is readable on a phone and on a wide
+screen. Colours live in the page's style sheet, under classes: that is how a picture follows a dark screen. Curves cannot be
+written in percentages; they live in an inner box of UNITS x UNITS that is stretched, with strokes that are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+from flatout.render.wording import legible
+
+UNITS = 1000
+
+
+def element(name: str, *children: str, **attributes: object) -> Markup:
+    """One element. Text that is not Markup is escaped; ``class_`` is class, ``stroke_width`` is stroke-width."""
+    spelled = Markup("").join(
+        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _spelled(value)) for key, value in attributes.items() if value is not None
+    )
+    inside = Markup("").join(child if isinstance(child, Markup) else escape(legible(child)) for child in children)
+    return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), spelled, inside)
+
+
+def _spelled(value: object) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else legible(value, limit=1_000_000)  # a path is long
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.2f}".rstrip("0").rstrip(".") + "%"
+
+
+def picture(label: str, height: int, children: Iterable[str], class_: str = "picture") -> Markup:
+    """The outer frame. ``label`` is what a screen reader says of the whole picture."""
+    return element("svg", *children, role="img", aria_label=label, class_=class_, width="100%", height=height)
+
+
+def stretched(children: Iterable[str]) -> Markup:
+    """An inner box of UNITS x UNITS that fills the picture."""
+    return element("svg", *children, viewBox=f"0 0 {UNITS} {UNITS}", preserveAspectRatio="none", width="100%", height="100%")
+
+
+def title(text: str) -> Markup:
+    """What the pointer shows."""
+    return element("title", text)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From a value to a place between 0 and 1; what lies outside is held at the edge."""
+
+    low: float
+    high: float
+    logarithmic: bool = False
+
+    def __call__(self, value: float) -> float:
+        if self.logarithmic:
+            if value <= 0:
+                return 0.0
+            place = (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
+        else:
+            # Halves, because the difference of two large numbers of unlike sign may overflow.
+            span = self.high / 2 - self.low / 2
+            place = (value / 2 - self.low / 2) / span if span > 0 else 0.5
+        return min(1.0, max(0.0, place))
+
+
+def ratio_scale(ratios: Sequence[float]) -> Scale:
+    """Logarithmic, so that twice as fast and half as fast are equally far from 1."""
+    low, high = min([*ratios, 1 / 1.05]), max([*ratios, 1.05])
+    margin = (high / low) ** 0.06
+    return Scale(low / margin, high * margin, logarithmic=True)
+
+
+_RATIO_TICKS = (1, 2, 0.5, 1.5, 0.75, 1.25, 1.1, 0.9, 4, 0.25, 10, 0.1, 100, 0.01, 3, 1.05, 0.95, 6, 20, 50, 1.02, 0.98)
+
+
+def ratio_ticks(scale: Scale, apart: float = 0.15) -> list[float]:
+    """Round ratios, the most telling ones first, none closer than ``apart`` of the width."""
+    chosen: list[float] = []
+    for tick in _RATIO_TICKS:
+        if 0.03 < scale(tick) < 0.97 and all(abs(scale(tick) - scale(other)) >= apart for other in chosen):
+            chosen.append(tick)
+    return sorted(chosen)
+
+
+def round_ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten between ``low`` and ``high``."""
+    rough = high / about - low / about
+    if not rough > 1e-300:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next((m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.99), 10 * power)
+    first = math.ceil(low / step - 1e-9)
+    ticks = [(first + i) * step for i in range(3 * about)]
+    return [0.0 if abs(tick) < step / 1e6 else tick for tick in ticks if tick <= high + step * 1e-9] or [low]

@@ -1,0 +1,143 @@
+"""The story of a session, and a Plan with its code, as rich renderables for a terminal of 80 columns or more.
+
+Foreign text only ever enters as ``Text``: rich reads a plain string in a table as markup, where ``[red]`` would be an order.
+Our own signs are plain ASCII, so that a terminal without UTF-8 shows them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from flatout.plan.plan import Plan
+from flatout.plan.records import LeverRecord, SessionRecord
+from flatout.plan.words import Status
+from flatout.render import story
+from flatout.render.wording import NOTHING, drawable, interval, legible, lever, one_line, setting, times
+
+STYLES = {"applied": "bold green", "rejected": "bold red", "skipped": "bold"}
+ORIGINS = {"default": "flatout's own default", "user": "asked for by you", "tuner": "found by the tuner", "file": "written in the file"}
+OUTCOMES = {story.Outcome.FASTER: "bold green", story.Outcome.FAILED: "bold red", story.Outcome.CHANGED: "bold red"}
+
+
+def session_tables(session: SessionRecord) -> RenderableType:
+    """What `flatout tune` says when it is done, and `flatout report` says again."""
+    lines: list[RenderableType] = [Text(story.headline(session), style=OUTCOMES.get(story.outcome(session), "bold"))]
+    message = story.message(session)
+    if message:
+        lines.append(_text(message))
+    lines += _section(_before_after(session))
+    lines += _section(_levers(session))
+    closing = [("guard", story.guard_sentence(session.guard)), ("pays back", story.payback_sentence(session)), ("tried", story.effort(session))]
+    if story.noise(session):
+        closing.append(("noise floor", f"{story.noise(session)}, the plain program against itself"))
+    lines += _section(_pairs([(name, _text(words)) for name, words in closing if words]))
+    following = story.next_step(session)
+    if following.command:
+        lines += ["", Text(following.why), Padding(Text(following.command, style="bold", overflow="fold"), (0, 0, 0, 2))]
+    return Group(*lines)
+
+
+def plan_table(plan: Plan, code: Mapping[str, str], reasons: Mapping[str, str]) -> RenderableType:
+    """Each choice of a Plan with its origin, its evidence and the lines of code that do the same by hand.
+
+    ``code`` and ``reasons`` go by the lever's name. A reason says why a choice does not act here or, for a lever that is not in
+    the Plan, why it is not.
+    """
+    lines: list[RenderableType] = []
+    for choice in plan:
+        title = Text.assemble((one_line(choice.name, 80), "bold"), " = ", one_line(setting(choice.value)), (f"   {ORIGINS[choice.origin]}", "dim"))
+        notes = [_text(choice.evidence)] if choice.evidence else []
+        if choice.name in reasons:
+            notes.append(Text("not active here: ", style="yellow") + _text(reasons[choice.name]))
+        lines += [title, *(Padding(note, (0, 0, 0, 2)) for note in notes)]
+        if code.get(choice.name):
+            # Not folded into one line, and not wrapped more than the terminal must: it is there to be copied.
+            lines.append(Padding(Text(legible(code[choice.name], 4000).strip("\n"), style="cyan", overflow="fold"), (1, 0, 0, 4)))
+        lines.append("")
+    if not lines:
+        lines = [Text("The Plan is empty: the program runs as it is."), ""]
+    absent = [(name, _text(reason)) for name, reason in reasons.items() if plan.get(name) is None]
+    if absent:
+        lines += [Text("not in the Plan", style="dim"), _pairs(absent)]
+    return Group(*lines[:-1] if lines[-1] == "" else lines)
+
+
+def _section(table: RenderableType | None) -> list[RenderableType]:
+    return [] if table is None else ["", table]
+
+
+def _before_after(session: SessionRecord) -> Table | None:
+    rows = story.before_after(session)
+    both = story.both_sides(rows)
+    table = _table("", "plain", "tuned", "change") if both else _table("", "plain")
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    for row in rows:
+        if not both:
+            table.add_row(Text(row.what, style="dim"), _text(row.plain))
+            continue
+        table.add_row(Text(row.what, style="dim"), _text(row.plain), _text(row.tuned), _text(row.change + (f" ({row.spread})" if row.spread else "")))
+    return table if rows else None
+
+
+def _levers(session: SessionRecord) -> RenderableType | None:
+    """Under one heading for each outcome. A skipped lever has no ratio, so that its sentence gets the width."""
+    records = story.levers_in_order(session)
+    names = {id(record): _ascii(lever(record.name, record.value)) for record in records}
+    width = min(24, max(map(len, names.values()), default=0))
+    groups: list[RenderableType] = []
+    for status, members in groupby(records, key=lambda record: one_line(record.status, 20)):
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(width=width + 2, overflow="fold")
+        for record in members:
+            ratio = [] if status == Status.SKIPPED else [_ratio(record)]
+            table.add_row(Padding(Text(names[id(record)]), (0, 0, 0, 2)), *ratio, _text(record.reason))
+        if len(table.columns) == 3:
+            table.columns[1].no_wrap, table.columns[1].min_width = True, 17
+        groups += [*([""] if groups else []), Text(status, style=STYLES.get(status, "bold")), table]
+    return Group(*groups) if groups else None
+
+
+def _ratio(record: LeverRecord) -> Text:
+    if drawable(record.ratio) is None:
+        return Text("-")
+    inside = interval(record.low, record.high, "-")
+    return Text(times(record.ratio) + (f" ({inside})" if inside else ""))
+
+
+def _pairs(rows: Iterable[tuple[str, Text]]) -> Table:
+    """Names to the left, sentences to the right."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(max_width=26, overflow="fold")
+    table.add_column(overflow="fold")
+    for name, words in rows:
+        table.add_row(Text(_ascii(one_line(name, 80)), style="dim"), words)
+    return table
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=True, show_edge=False, header_style="dim")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def _text(words: object) -> Text:
+    return Text(_ascii(one_line(words)), overflow="fold")
+
+
+_PLAIN_SIGNS: Sequence[tuple[str, str]] = ((NOTHING, "-"), ("−", "-"), ("×", "x"), ("…", "..."))
+
+
+def _ascii(text: str) -> str:
+    """Our own typographic signs in ASCII. Foreign letters stay as they are."""
+    for sign, plain in _PLAIN_SIGNS:
+        text = text.replace(sign, plain)
+    return text

@@ -1,0 +1,163 @@
+"""How a value is spelled for a person: numbers with their units, and foreign text that cannot do harm.
+
+Every function takes what a record may really hold (None, NaN, infinity, a word where a number was meant) and answers
+with text. A value that is not there is ``NOTHING``, never an invented zero.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from flatout.plan.plan import spell
+
+NOTHING = "–"
+TEXT_LIMIT = 600
+
+# Control codes move the cursor of a terminal, bidirectional ones reorder what is read, and a lone surrogate (the name of a
+# file that is not UTF-8) cannot be written to disk at all. Each becomes one visible sign.
+_HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
+
+
+def legible(value: object, limit: int = TEXT_LIMIT) -> str:
+    """Foreign text, safe to show and not endless. Line breaks and tabs stay. What it holds is still to be escaped."""
+    text = value if isinstance(value, str) else str(value)
+    cut = text if len(text) <= limit else text[: limit - 2].rstrip() + " …"
+    return _HARMFUL.sub("\ufffd", cut)
+
+
+def one_line(value: object, limit: int = TEXT_LIMIT) -> str:
+    return " ".join(legible(value, limit).split())
+
+
+def sentence(value: object, limit: int = TEXT_LIMIT) -> str:
+    """One line that ends with a stop. Its first letter stays as it is: it may be a lever's name."""
+    text = one_line(value, limit)
+    return text + ("." if text and text[-1] not in ".!?…:" else "")
+
+
+def drawable(value: object) -> float | None:
+    """The value as a number that can be written and drawn, or None. 1e30 and more is a run that blew up, not a figure."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) and abs(number) < 1e30 else None
+
+
+def figure(value: object, digits: int = 3) -> str:
+    """A bare number with ``digits`` significant digits."""
+    number = drawable(value)
+    if number is None:
+        return NOTHING
+    if number != 0 and not 1e-3 <= abs(number) < 1e6:
+        return f"{number:.{digits}g}"
+    before_point = math.floor(math.log10(abs(number))) + 1 if number else digits
+    return f"{number:,.{max(0, digits - before_point)}f}"
+
+
+def times(ratio: object) -> str:
+    """``1.31x``"""
+    number = drawable(ratio)
+    if number is None:
+        return NOTHING
+    if number >= 100:
+        return f"{number:,.0f}x"
+    return f"{number:.1f}x" if number >= 10 else f"{number:.2f}x"
+
+
+def interval(low: object, high: object, dash: str = "–") -> str:
+    """``1.28–1.35``, or nothing where one end is missing."""
+    if drawable(low) is None or drawable(high) is None:
+        return ""
+    return f"{times(low)[:-1]}{dash}{times(high)[:-1]}"
+
+
+def milliseconds(value: object) -> str:
+    return NOTHING if drawable(value) is None else f"{figure(value)} ms"
+
+
+def per_second(value: object, noun: str = "samples") -> str:
+    return NOTHING if drawable(value) is None else f"{figure(value)} {noun}/s"
+
+
+def duration(seconds: object) -> str:
+    """``9.1 s`` · ``4 min 20 s`` · ``1 h 03 min``"""
+    number = drawable(seconds)
+    if number is None:
+        return NOTHING
+    if number < 1:
+        return f"{figure(number * 1000)} ms"
+    if round(number) < 60:
+        return f"{number:.1f} s" if number < 10 else f"{number:.0f} s"
+    minutes, rest = divmod(round(number), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"
+
+
+def size(count_bytes: object) -> str:
+    number = drawable(count_bytes)
+    if number is None:
+        return NOTHING
+    power = next((p for p in range(4) if abs(number) < 1024 ** (p + 1)), 4)
+    return f"{number:.0f} bytes" if power == 0 else f"{figure(number / 1024**power)} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
+
+def count(value: object) -> str:
+    number = drawable(value)
+    return NOTHING if number is None else f"{round(number):,}"
+
+
+def several(value: object, noun: str) -> str:
+    """``1 step`` · ``3 steps``"""
+    return f"{count(value)} {noun}" + ("" if drawable(value) == 1 else "es" if noun.endswith("s") else "s")
+
+
+def day(created: str) -> str:
+    """``2026-11-21 06:26 UTC`` from an ISO 8601 time; anything else is shown as it is."""
+    found = re.match(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d)", created)
+    return f"{found[1]} {found[2]} UTC" if found else one_line(created, 40)
+
+
+def lever(name: object, value: Any) -> str:
+    """``channels_last`` · ``loader(workers=2)``"""
+    return one_line(name, 80) if value is None else one_line(spell(str(name), value), 160)
+
+
+def setting(value: Any) -> str:
+    """A value alone: ``on`` · ``1`` · ``workers=2, pin=True``"""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None:
+        return NOTHING
+    if isinstance(value, dict):
+        return one_line(", ".join(f"{k}={v}" for k, v in value.items()), 160)
+    return one_line(value, 160)
+
+
+def shell(command: Sequence[object]) -> str:
+    """A command as one types it: blanks inside quotes stay what they are."""
+    return legible(shlex.join(str(word) for word in command), 2000)
+
+
+def short(value: object) -> str:
+    """A bare number of any size with up to three digits that say something: ``0.00024`` · ``1`` · ``812``"""
+    number = drawable(value)
+    return NOTHING if number is None else f"{number:.3g}"
+
+
+def decimals(largest: float) -> int:
+    """How many decimals a column of numbers up to ``largest`` wants, so that its points stand under each other."""
+    return next((digits for digits, above in enumerate((1000, 100, 10, 1)) if largest >= above), 4)
+
+
+def signed(difference: float, digits: int) -> str:
+    """``−41.0`` · ``+3.2`` · ``0.0``, with the sign that is as wide as the plus."""
+    text = f"{abs(difference):,.{digits}f}"
+    if not text.strip("0.,"):
+        return text
+    return ("−" if difference < 0 else "+") + text

@@ -1,0 +1,230 @@
+"""The trial's side outside the program: starts it, asks it for one thing at a time, and takes its record."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flatout.launch.command import Command
+from flatout.launch.environment import QUIET, attached
+from flatout.launch.process import Program
+from flatout.levers import TABLE
+from flatout.measure.clock import seconds
+from flatout.plan.errors import StorageError, TrialFailed
+from flatout.plan.facts import Facts
+from flatout.plan.folder import TrialFolder, read_json, write_json
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.records import TrialRecord
+from flatout.plan.words import Moment
+from flatout.trial.channel import Channel, Hangup
+from flatout.trial.spec import TrialSpec
+
+POLL_S = 0.2
+
+
+class ProgramGone(Exception):
+    """The program ended, died or hung before it answered; ``record`` says how."""
+
+    def __init__(self, record: TrialRecord) -> None:
+        super().__init__(record.reason)
+        self.record = record
+
+
+class Trial:
+    """One run of the program. Use as a context manager: whatever happens, the process group is ended."""
+
+    def __init__(self, command: Command, folder: TrialFolder, plan: Plan, facts: Facts, seed: int | None = 0, show: bool = False,
+                 reseed: bool = False) -> None:
+        self.command, self.folder, self.plan, self.facts, self.seed, self.show, self.reseed = command, folder, plan, facts, seed, show, reseed
+        self.ready: dict[str, Any] = {}
+        self.started_s = 0.0
+        self._short = Path(tempfile.mkdtemp(prefix="flatout-"))  # a socket's path may have 107 characters
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._channels: list[Channel] = []
+        self._main: Channel | None = None
+        self._program: Program | None = None
+        self._record: TrialRecord | None = None
+
+    def __enter__(self) -> Trial:
+        return self.start()
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def start(self) -> Trial:
+        try:
+            address = self._short / "baton"
+            self._listener.bind(str(address))
+            self._listener.listen(64)
+            self._listener.settimeout(0)
+            spec = TrialSpec(str(self.folder.path.resolve()), str(address), self.plan, self.facts, self.seed, self.reseed)
+            write_json(self.folder.spec, spec.to_json())
+        except OSError as error:
+            raise StorageError(f"cannot prepare a trial in {self.folder.path}: {error.strerror}") from None
+        extra = {**QUIET, **process_environment(self.plan, self.facts)}
+        if self.seed is not None and "PYTHONHASHSEED" not in os.environ:
+            extra["PYTHONHASHSEED"] = str(self.seed)
+        self.started_s = seconds()
+        self._program = Program(self.command.argv, attached(self.folder.spec.resolve(), extra), self.folder.stdout, self.folder.stderr, self.show)
+        return self
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def wait_ready(self, deadline_s: float) -> dict[str, Any]:
+        """Until the program has trained its first steps and is warm. Raises ProgramGone where it never comes to that."""
+        self.ready = self._receive(deadline_s, "it did not finish a training step")
+        return self.ready
+
+    def ask(self, command: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        """Give the baton, wait for the answer, take the baton back."""
+        assert self._main is not None and self._program is not None
+        self._program.go_on()
+        try:
+            self._main.send(command)
+        except Hangup:
+            raise ProgramGone(self._gone("")) from None
+        answer = self._receive(deadline_s, f"it did not answer within the time ({command['do']})")
+        return answer
+
+    def hold(self) -> None:
+        if self._program is not None:
+            self._program.stop()
+
+    def go(self, ticks: int, deadline_s: float) -> list[float]:
+        """Milliseconds of each of ``ticks`` ticks; the program is held before and after."""
+        answer = self.ask({"do": "go", "ticks": ticks}, deadline_s)
+        self.hold()
+        times: list[float] = answer["ms"]
+        return times
+
+    def switch(self, choices: Sequence[Choice], deadline_s: float) -> dict[str, Any]:
+        return self.ask({"do": "switch", "choices": [c.to_json() for c in choices]}, deadline_s)
+
+    def finish(self, deadline_s: float | None = None) -> TrialRecord:
+        """Stop the program and take its record."""
+        if self._record is None:
+            try:
+                self.ask({"do": "finish"}, deadline_s or seconds() + 60)
+            except ProgramGone as gone:
+                self._record = gone.record
+            else:
+                code = self._program.end() if self._program else None
+                self._record = self._read_record(code)
+        return self._record
+
+    def close(self) -> None:
+        if self._program is not None:
+            self._program.end(0.0)
+        for channel in self._channels:
+            channel.close()
+        self._listener.close()
+        shutil.rmtree(self._short, ignore_errors=True)
+
+    @property
+    def attached(self) -> bool:
+        return bool(self._channels)
+
+    # -- listening --------------------------------------------------------------------------------------------------
+
+    def _receive(self, deadline_s: float, late: str) -> dict[str, Any]:
+        assert self._program is not None
+        while True:
+            self._accept()
+            for channel in [self._main] if self._main else list(self._channels):
+                try:
+                    message = channel.receive(POLL_S if channel is self._main else 0.01)
+                except TimeoutError:
+                    continue
+                except Hangup:
+                    self._channels.remove(channel)
+                    if channel is self._main:
+                        raise ProgramGone(self._gone(late)) from None
+                    continue
+                if "attached" not in message:
+                    self._main = channel
+                    return message
+            if self._program.exit_code is not None:
+                self._accept()
+                raise ProgramGone(self._gone(late))
+            if seconds() > deadline_s:
+                self._program.end(0.0)
+                raise ProgramGone(self._lost("hung", f"{late} within {seconds() - self.started_s:.0f} s and was ended"))
+            if not self._channels:
+                try:
+                    self._listener.settimeout(POLL_S)
+                    self._accept(blocking=True)
+                finally:
+                    self._listener.settimeout(0)
+
+    def _accept(self, blocking: bool = False) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, TimeoutError):
+                return
+            self._channels.append(Channel(connection))
+            if blocking:
+                return
+
+    # -- records ----------------------------------------------------------------------------------------------------
+
+    def _gone(self, late: str) -> TrialRecord:
+        assert self._program is not None
+        code = self._program.end(10.0)
+        return self._read_record(code)
+
+    def _read_record(self, code: int | None) -> TrialRecord:
+        data = read_json(self.folder.result)
+        if data is None:
+            if self.attached or self._main is not None:
+                how = f"left with exit code {code}" if code is None or code >= 0 else f"was killed by signal {-code}"
+                return self._lost("failed" if code else "ended", f"the program {how} without a word (os._exit, or a crash below Python)", code)
+            return self._lost("failed" if code else "unattached", "no Python process of it imported torch", code)
+        record = TrialRecord.from_json(data)
+        record.exit_code = code
+        if record.status == "ended" and code:
+            record.status, record.reason = "failed", f"the program left with exit code {code}"
+        record.log_tail = self.log_tail()
+        write_json(self.folder.result, record.to_json())
+        return record
+
+    def _lost(self, status: str, reason: str, code: int | None = None) -> TrialRecord:
+        record = TrialRecord(status=status, reason=reason, exit_code=code, seed=self.seed, plan=self.plan.to_json(), log_tail=self.log_tail())
+        write_json(self.folder.result, record.to_json())
+        return record
+
+    def log_tail(self) -> str:
+        """The last words of the program: its error output, or its output where that is empty."""
+        if self._program is None:
+            return ""
+        text = self._program.err.content() or self._program.out.content()
+        return text[-6000:].decode("utf-8", "replace")
+
+
+def process_environment(plan: Plan, facts: Facts) -> dict[str, str]:
+    """The variables that the PROCESS levers of a Plan want. A lever that cannot be had here is left out by name."""
+    extra: dict[str, str] = {}
+    for lever in TABLE:
+        choice = plan.get(lever.name)
+        if choice is None or lever.moment is not Moment.PROCESS:
+            continue
+        try:
+            extra.update(lever.environment(facts, choice.value))
+        except LookupError as error:
+            raise TrialFailed(f"{lever.name} = {choice.value!r} cannot be applied: {error}. Run `flatout tune` again on this machine.") from None
+    return extra
+
+
+def measure(trial: Trial, steps: int, deadline_s: float) -> TrialRecord:
+    """The whole of a plain trial: warm up, run ``steps`` ticks, finish. A program that ends earlier gives what it has."""
+    try:
+        trial.wait_ready(deadline_s)
+        trial.ask({"do": "go", "ticks": steps}, deadline_s)
+    except ProgramGone as gone:
+        return gone.record
+    return trial.finish(deadline_s)

@@ -1,0 +1,35 @@
+"""What a trial is asked to do: ``spec.json`` in its folder, read by every process of the program."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.plan import Plan
+
+ENTRY = "flatout.trial.worker:attach"
+DIGEST_STEPS = (1, 2, 4, 8, 16, 32)  # the weights are digested after these steps
+
+
+@dataclass(frozen=True)
+class TrialSpec:
+    """``address`` is the socket on which the parent speaks; ``seed`` None leaves the program's randomness alone."""
+
+    folder: str
+    address: str
+    plan: Plan = field(default_factory=Plan)
+    facts: Facts = field(default_factory=Facts)
+    seed: int | None = 0
+    reseed: bool = False  # add the seed to those that the program sets itself, so that another seed is another run
+    entry: str = ENTRY
+    shelter: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        return {**{k: v for k, v in asdict(self).items() if k not in ("plan", "facts")},
+                "plan": self.plan.to_json(), "facts": self.facts.to_json()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TrialSpec:
+        names = ("folder", "address", "seed", "reseed", "entry", "shelter")
+        return cls(**{n: data[n] for n in names}, plan=Plan.from_json(data["plan"]), facts=Facts.from_json(data["facts"]))

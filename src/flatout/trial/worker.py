@@ -1,0 +1,404 @@
+"""The trial's side inside the program: hears the steps, keeps time, and does what the parent asks between two ticks.
+
+Commands (one JSON object a line), each answered by one object:
+
+    {"do": "go", "ticks": n}            run n ticks, then report them: {"ms": [...]}
+    {"do": "switch", "choices": [...]}  make exactly these live levers hold
+    {"do": "options"}                   what every lever says of this program
+    {"do": "replica", "choices": [...]} run the guard's step replica under these live levers
+    {"do": "finish"}                    write the record and stop the program
+
+Only one process of the program is measured: the first that finishes a step claims the trial. The others run under the
+same levers and are left alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from flatout.capture.bootstrap import say
+from flatout.capture.ledger import Ledger
+from flatout.capture.scene import Listener, Scene
+from flatout.capture.shelter import Shelter
+from flatout.engine.applier import EARLY, LATE, Applier, Outcome
+from flatout.engine.replica import StepReplica
+from flatout.levers import TABLE
+from flatout.measure import parity
+from flatout.measure.clock import HostClock, clock_for, seconds
+from flatout.measure.phases import PhaseRecorder
+from flatout.measure.statistics import block_ms
+from flatout.measure.steady import is_steady
+from flatout.plan.folder import TrialFolder, write_json
+from flatout.plan.lever import Options
+from flatout.plan.plan import Choice
+from flatout.plan.records import TrialRecord
+from flatout.plan.words import Moment, Origin
+from flatout.trial.channel import Channel, Hangup
+from flatout.trial.spec import DIGEST_STEPS, TrialSpec
+
+HASHED_BATCHES = 32
+KEPT_LOSSES = 100_000
+CLOSURE_PASSES = 4  # so many backward passes inside one optimizer step, and a second gone: the pass is the tick
+CLOSURE_S = 1.0
+
+
+class StopTrial(SystemExit):
+    """Ends the program quietly with exit code 0; ``except Exception`` does not catch it."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def attach(job: dict[str, Any]) -> None:
+    """The entry that the bootstrap calls right after ``import torch``."""
+    import torch
+
+    Worker(TrialSpec.from_json(job), torch).attach()
+
+
+class Worker(Listener):
+    wants_phases = True
+
+    def __init__(self, spec: TrialSpec, torch: Any) -> None:
+        self.spec = spec
+        self.torch = torch
+        self.folder = TrialFolder(Path(spec.folder))
+        self.ledger = Ledger()
+        self.scene = Scene(torch, self, self.ledger)
+        self.applier = Applier(TABLE, spec.facts, self.scene)
+        self.shelter = Shelter(str(self.folder.saved), self.ledger)
+        self.replica: StepReplica | None = None
+        self.channel: Channel | None = None
+        self.owner = os.getpid()
+        self.claimed: bool | None = None  # None until the first step
+        self.unit = "step"
+        self.clock: Any = HostClock()
+        self.phases = PhaseRecorder(self.clock)
+        self.started_s = seconds()
+        self.first_backward_s: float | None = None
+        self.warm = False
+        self.warmup_steps = 0
+        self.warmup_ms = 0.0
+        self.ticks_ms: list[float] = []
+        self.tick_start: Any = None
+        self.block: list[tuple[Any, Any]] = []
+        self.block_left = 0
+        self.measured: list[float] = []
+        self.losses: list[Any] = []
+        self.loss_steps: list[int] = []
+        self.batch_hashes: list[str] = []
+        self.batch_statistics: list[list[float]] = []
+        self.batches_from_loader = False
+        self.samples = 0
+        self.samples_seen_steps = 0
+        self.digests: dict[str, str] = {}
+        self.written = False
+        self.stopping = False
+        self.late_done = False
+
+    # -- the program's events ---------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        self.applier.start(self.spec.plan, EARLY)
+        self.scene.install()
+        if self.spec.reseed and self.spec.seed:
+            self._shift_seeds(self.spec.seed)
+        if self.spec.shelter:
+            self.shelter.install(self.torch)
+        try:
+            self.channel = Channel.connect(self.spec.address)
+            self.channel.send({"attached": os.getpid(), "rank": os.environ.get("RANK", "0")})
+        except (OSError, Hangup):
+            self.channel = None
+        atexit.register(self._at_exit)
+        self._excepthook = sys.excepthook
+        sys.excepthook = self._program_failed
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _shift_seeds(self, offset: int) -> None:
+        """A program that seeds itself would give the same curve for every seed of ours."""
+        owners = [(self.torch, "manual_seed"), (random, "seed")]
+        if "numpy" in sys.modules:
+            owners.append((sys.modules["numpy"].random, "seed"))
+        for owner, name in owners:
+            really = getattr(owner, name)
+            self.ledger.set(owner, name, lambda seed=None, *args, really=really: really(seed + offset if isinstance(seed, int) else seed, *args))
+
+    def data_begin(self, loader: Any) -> None:
+        self.phases.begin("data")
+
+    def data_end(self, loader: Any, batch: Any) -> None:
+        self.phases.end("data")
+        self.batches_from_loader = True
+        first = next(parity.tensors_in(batch, self.torch), None)
+        if first is not None and first.dim():
+            self.samples += len(first)
+        if len(self.batch_hashes) < HASHED_BATCHES and not self.warm:
+            self.batch_hashes.append(parity.digest(parity.tensors_in(batch, self.torch), self.torch))
+            self.batch_statistics.extend(parity.batch_statistics(batch, self.torch))
+
+    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+        self.phases.begin("forward")
+        if not self.batches_from_loader and not self.warm and len(self.batch_hashes) < HASHED_BATCHES:
+            first = next(parity.tensors_in((args, kwargs), self.torch), None)
+            if first is not None:
+                self.batch_hashes.append(parity.digest([first], self.torch))
+        if self.replica is not None:
+            self.replica.forward_begin(root, args, kwargs)
+
+    def forward_end(self, root: Any, output: Any) -> None:
+        self.phases.end("forward")
+        if self.replica is not None:
+            self.replica.forward_end(root, output)
+
+    def backward_begin(self, losses: tuple) -> None:
+        if len(self.losses) < KEPT_LOSSES:
+            self.losses.append([loss.detach().clone() for loss in losses] if len(losses) > 1 else losses[0].detach().clone())
+            self.loss_steps.append(self.scene.steps)
+        self.phases.begin("backward")
+
+    def backward_end(self) -> None:
+        self.phases.end("backward")
+        if self.first_backward_s is None:
+            self.first_backward_s = seconds()
+            self.tick_start = self.clock.mark()
+        elif self.unit == "backward":
+            self._tick()
+        elif self.scene.steps == 0 and self.scene.closure_steps and self.scene.backwards >= CLOSURE_PASSES and seconds() - self.first_backward_s > CLOSURE_S:
+            self._claim()
+            self.unit = "backward"
+            self.tick_start = self.clock.mark()
+
+    def optimizer_begin(self, optimizer: Any) -> None:
+        if self.replica is not None:
+            self.replica.optimizer_begin(optimizer)
+        self.phases.begin("optimizer")
+
+    def optimizer_end(self, optimizer: Any) -> None:
+        self.phases.end("optimizer")
+
+    def step_end(self) -> None:
+        steps = self.scene.steps
+        if self.claimed is None:
+            self._claim()
+        if not self.late_done:
+            self._first_step_done()
+        if not self.claimed:
+            return
+        if steps in DIGEST_STEPS:
+            self._digest(steps)
+        if self.unit == "step":
+            self._tick()
+        elif self.stopping:
+            raise StopTrial
+
+    def _first_step_done(self) -> None:
+        """The Scene is known: the levers that need it act now."""
+        self.late_done = True
+        self.applier.start(self.spec.plan, LATE)
+        if self.scene.device_type == "cuda":
+            self.clock = clock_for(self.torch, "cuda")
+            self.phases = PhaseRecorder(self.clock)
+        if self.unit == "step":
+            self.first_step_s = seconds()
+            self.tick_start = None
+
+    def _digest(self, steps: int) -> None:
+        buffers = [b for root in self.scene.roots for b in root.buffers()]
+        self.digests[str(steps)] = parity.digest([*self.scene.parameters, *buffers], self.torch)
+
+    # -- ticks ------------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        if self.stopping:
+            # The stop was swallowed somewhere. The record is written; nothing of the program is lost.
+            os._exit(0)
+        if not self.claimed:
+            return
+        now = self.clock.mark()
+        start, self.tick_start = self.tick_start, now
+        if start is None:
+            if self.replica is None:
+                return
+        elif self.warm:
+            self.phases.step(start, now)
+            self.block.append((start, now))
+            self.block_left -= 1
+        elif self.replica is None:
+            self.ticks_ms.append(self.clock.elapsed_ms(start, now))
+            self.phases.forget()
+            if is_steady(self.ticks_ms, seconds() - (self.first_backward_s or 0.0)):
+                self._becomes_warm()
+        if self.warm and self.block_left <= 0:
+            self._end_block()
+
+    def _becomes_warm(self) -> None:
+        self.warm = True
+        self.warmup_steps = len(self.ticks_ms) + (1 if self.unit == "step" else CLOSURE_PASSES)
+        self.warmup_ms = (seconds() - self.started_s) * 1000
+        self._resolve_losses()
+        self.samples, self.samples_seen_steps = 0, len(self.measured)
+        self._answer({"ready": True, "unit": self.unit, "tick_ms": block_ms(self.ticks_ms[-8:]), "warmup_ms": self.warmup_ms,
+                      "device": self.scene.device_type, "boundaries": "backward" if self.scene.boundaries.by_backward else "optimizer",
+                      "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
+                      "skipped": [o.to_json() for o in self.applier.outcomes if not o.applied]})
+        self._obey()
+
+    def _end_block(self) -> None:
+        if self.replica is not None and self.replica.captured:
+            verdict, self.replica = self.replica.judge(), None
+            self._answer({"replica": verdict})
+        elif self.replica is None:
+            self.clock.settle()
+            ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
+            if hasattr(self.clock, "give_back"):
+                self.clock.give_back([a for a, _ in self.block[:0]])
+            self.measured.extend(ms)
+            self.block = []
+            self._answer({"ms": ms})
+        else:
+            return  # the replica needs another step
+        self._obey()
+
+    def _obey(self) -> None:
+        while True:
+            command = self._next_command()
+            do = command["do"]
+            if do == "go":
+                self.block_left = int(command["ticks"])
+                break
+            if do == "replica":
+                self.replica = StepReplica(self.scene, self.applier, _choices(command["choices"]))
+                self.block_left = 0
+                break
+            if do == "finish":
+                self._finish()
+            self._answer(self._do(do, command))
+        self.phases._open.clear()
+        self.clock.settle()
+        self.tick_start = self.clock.mark()
+
+    def _do(self, do: str, command: dict[str, Any]) -> dict[str, Any]:
+        if do == "switch":
+            outcomes = self.applier.switch(_choices(command["choices"]))
+            return {"applied": [o.to_json() for o in outcomes if o.applied], "skipped": [o.to_json() for o in outcomes if not o.applied]}
+        if do == "options":
+            answers = self.applier.options()
+            return {"options": {name: {"values": list(a.values), "effect": a.effect} if isinstance(a, Options) else {"skip": a.reason}
+                                for name, a in answers.items()}, "scene": self.scene.describe()}
+        return {"error": f"unknown command {do!r}"}
+
+    def _next_command(self) -> dict[str, Any]:
+        if self.channel is None:
+            return {"do": "finish"}
+        try:
+            return self.channel.receive()
+        except Hangup:
+            os._exit(1)  # the parent is gone; a trial serves nobody without it
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        if self.channel is not None:
+            try:
+                self.channel.send(message)
+            except Hangup:
+                os._exit(1)
+
+    # -- the record -------------------------------------------------------------------------------------------------
+
+    def _claim(self) -> None:
+        try:
+            os.close(os.open(self.folder.claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            self.claimed = True
+        except OSError:
+            self.claimed = False
+            self.phases.forget()
+
+    def _resolve_losses(self) -> None:
+        """Turn the tensors into hexadecimal floats: waits for the device, so only between blocks."""
+        for at, loss in enumerate(self.losses):
+            if not isinstance(loss, str):
+                parts = loss if isinstance(loss, list) else [loss]
+                self.losses[at] = float(sum(float(part.double().mean()) for part in parts)).hex()
+
+    def _finish(self) -> None:
+        self.write_record("finished", "stopped after the steps that were asked for")
+        self._answer({"written": True})
+        self.stopping = True
+        raise StopTrial
+
+    def record(self, status: str, reason: str) -> TrialRecord:
+        self._resolve_losses()
+        outcomes = [Outcome(c, True) for c in self.spec.plan if (lv := self.applier.table.get(c.name)) and lv.moment is Moment.PROCESS]
+        outcomes += self.applier.outcomes
+        steps = len(self.measured) - self.samples_seen_steps
+        step_ms = block_ms(self.measured) if self.measured else None
+        per_step = self.samples / steps if self.batches_from_loader and steps > 0 and self.samples and self.unit == "step" else None
+        return TrialRecord(
+            status=status, reason=reason, steps=len(self.measured), warmup_steps=self.warmup_steps, warmup_ms=self.warmup_ms, unit=self.unit,
+            step_ms=step_ms, step_ms_list=self.measured, samples_per_step=per_step,
+            samples_per_s=per_step / step_ms * 1000 if per_step and step_ms else None,
+            phases={name: phase.to_json() for name, phase in self.phases.summary().items()},
+            losses=self.losses, loss_steps=self.loss_steps, batch_hashes=self.batch_hashes, batch_statistics=self.batch_statistics,
+            weights_digests=self.digests, peak_memory_bytes=self._peak_memory(), device=self.scene.device_type, seed=self.spec.seed,
+            plan=self.spec.plan.to_json(), applied=[o.to_json() for o in outcomes if o.applied],
+            skipped=[o.to_json() for o in outcomes if not o.applied], scene=self.scene.describe(),
+            versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)})
+
+    def write_record(self, status: str, reason: str) -> None:
+        if not self.written:
+            self.written = True
+            write_json(self.folder.result, self.record(status, reason).to_json())
+            self.shelter.leave()
+
+    def _peak_memory(self) -> int:
+        if self.scene.device_type == "cuda":
+            return int(self.torch.cuda.max_memory_allocated())
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _program_failed(self, kind: Any, error: Any, trace: Any) -> None:
+        if self.claimed is not False and os.getpid() == self.owner:
+            text = "".join(traceback.format_exception(kind, error, trace))
+            self._last_words("failed", text[-8000:])
+        self._excepthook(kind, error, trace)
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self.owner and self.claimed:
+            self._last_words("ended", "the program came to its own end")
+
+    def _last_words(self, status: str, reason: str) -> None:
+        try:
+            self.write_record(status, reason)
+        except Exception as error:
+            say(f"could not write the trial's record ({type(error).__name__}: {error})")
+
+    def _forked(self) -> None:
+        if self.claimed or self.scene.steps or self.scene.backwards:
+            self.written = True  # a forked child has nothing to record
+        elif self.channel is not None:
+            self.owner = os.getpid()
+        if self.spec.shelter:
+            _die_with_parent()
+
+
+def _die_with_parent() -> None:
+    """A loader worker must not outlive a trial that is killed while it is stopped (prctl(2), PR_SET_PDEATHSIG)."""
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, 9)
+    except (OSError, AttributeError):
+        pass
+
+
+def _choices(data: list[dict[str, Any]]) -> list[Choice]:
+    return [Choice(c["name"], c["value"], Origin.TUNER) for c in data]
+
+

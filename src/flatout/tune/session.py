@@ -1,0 +1,98 @@
+"""A session on disk: started, continued, ended; and the Plan that comes out of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from flatout import __version__
+from flatout.launch.command import Command
+from flatout.measure.clock import today
+from flatout.plan.facts import Facts
+from flatout.plan.folder import JobFolder, read_json, write_json, write_whole
+from flatout.plan.plan import Plan
+from flatout.plan.records import SESSION_SCHEMA, SessionRecord
+
+FOLDER = ".flatout"
+
+
+def key_of(command: Command, facts: Facts) -> dict[str, str]:
+    """What a Plan is good for: this command, this script, this machine, these versions."""
+    gpus = ", ".join(gpu.name for gpu in facts.gpus)
+    return {
+        "command": " ".join(command.typed),
+        "script": command.script_digest,
+        "machine": f"{facts.cpu}, {facts.cores} cores" + (f", {gpus}" if gpus else ""),
+        "versions": ", ".join(f"{name} {facts.versions[name]}" for name in ("torch", "torchvision") if name in facts.versions),
+        "python": ".".join(map(str, sys.version_info[:2])),
+    }
+
+
+def differences(made_for: dict[str, str], key: dict[str, str]) -> list[str]:
+    """In words, how a Plan's origin differs from the present command, machine and versions."""
+    names = {"command": "another command", "script": "the script has changed", "machine": "another machine", "versions": "other versions", "python": "another Python"}
+    return [f"{said} ({made_for.get(name, 'unknown')!r})" if name != "script" else said for name, said in names.items() if made_for.get(name, "") != key[name]]
+
+
+def job_folder(command: Command, given: Path | None = None) -> JobFolder:
+    return JobFolder(given if given is not None else Path(FOLDER) / f"{command.title}-{command.digest}")
+
+
+def open_session(job: JobFolder, command: Command, facts: Facts, budget_s: float, effects: list[str], again: bool) -> SessionRecord:
+    """The interrupted session of the same key, to go on with; else a new one."""
+    key = key_of(command, facts)
+    old = load_session(job)
+    if old is not None and not again and old.key == key and old.status == "running" and old.effects == effects:
+        old.budget_s = max(old.budget_s, budget_s)
+        # What is left of the old budget may be nothing; going on needs at least what the person has just given.
+        old.spent_s = min(old.spent_s, 0.5 * old.budget_s)
+        return old
+    machine = {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "system": facts.system,
+               "gpus": [{"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)} for g in facts.gpus]}
+    return SessionRecord(list(command.typed), os.getcwd(), key, flatout=__version__, created=today(), budget_s=budget_s, effects=effects,
+                         machine=machine, versions={"python": facts.python, "flatout": __version__, **facts.versions})
+
+
+def load_session(job: JobFolder) -> SessionRecord | None:
+    """None where there is none, or where it cannot be read as one."""
+    data = read_json(job.session)
+    if not isinstance(data, dict) or data.get("schema") != SESSION_SCHEMA:
+        return None
+    try:
+        return SessionRecord.from_json(data)
+    except (TypeError, ValueError, KeyError, AttributeError):
+        return None
+
+
+def save_session(job: JobFolder, session: SessionRecord) -> None:
+    write_json(job.session, session.to_json())
+
+
+def plan_of(session: SessionRecord) -> Plan:
+    plan = Plan.from_json(session.best.plan) if session.best.plan else Plan()
+    return replace(plan, made_for=session.key)
+
+
+def write_plan(job: JobFolder, session: SessionRecord, command: Command, beside: bool) -> Path | None:
+    """Write the Plan into the job's folder, and beside the script where that is wanted and possible."""
+    text = plan_of(session).to_toml()
+    write_whole(job.plan, text)
+    if not beside:
+        return None
+    target = (command.script.parent if command.script else Path.cwd()) / "flatout.toml"
+    if not os.access(target.parent, os.W_OK):
+        return None
+    write_whole(target, text)
+    return target
+
+
+def verdict(session: SessionRecord) -> str:
+    """The session in one sentence."""
+    if session.speedup is not None:
+        same = {"same": "with bitwise the same results", "equivalent": "with the same results up to rounding"}.get(session.guard.verdict, "results not compared")
+        return f"{session.speedup.sentence()} as fast, {same}"
+    failed = session.guard.verdict == "failed"
+    why = f"the faster plan was refused: {session.guard.why}" if failed else "nothing was faster beyond the noise"
+    return f"the plain program stays: {why}"

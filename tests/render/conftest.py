@@ -1,0 +1,23 @@
+"""Three sessions as they lie on disk. The figures in them are invented: they are there to be shown, not to be believed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flatout.plan.records import SessionRecord
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.fixture
+def recorded() -> Callable[[str], SessionRecord]:
+    """``recorded("session")``: one that found a Plan; also "failed", and "empty" (just begun)."""
+
+    def read(name: str) -> SessionRecord:
+        return SessionRecord.from_json(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")))
+
+    return read

@@ -1,0 +1,102 @@
+"""The words and figures that both views share."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from flatout.plan.records import Ratio
+from flatout.render import story, wording
+from flatout.render.svg import Scale, element, ratio_scale, ratio_ticks, round_ticks
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (wording.figure(412.6), "413"),
+        (wording.figure(0.0312), "0.0312"),
+        (wording.figure(1840.2), "1,840"),
+        (wording.figure(None), "–"),
+        (wording.figure(math.nan), "–"),
+        (wording.figure(True), "–"),
+        (wording.figure(2.4e-7, 2), "2.4e-07"),
+        (wording.short(1.0), "1"),
+        (wording.times(1.3449), "1.34x"),
+        (wording.times(38.21), "38.2x"),
+        (wording.interval(1.2, None), ""),
+        (wording.duration(0.25), "250 ms"),
+        (wording.duration(9.14), "9.1 s"),
+        (wording.duration(59.7), "1 min 00 s"),
+        (wording.duration(3780), "1 h 03 min"),
+        (wording.size(512), "512 bytes"),
+        (wording.size(1_463_812_096), "1.36 GiB"),
+        (wording.signed(-0.04, 1), "0.0"),
+        (wording.signed(-41.0, 1), "−41.0"),
+        (wording.day("2026-11-21T06:26:11+00:00"), "2026-11-21 06:26 UTC"),
+        (wording.day("yesterday"), "yesterday"),
+        (wording.several(1, "step"), "1 step"),
+        (wording.setting(False), "off"),
+        (wording.legible("a\x1bb\ud800c\u202ed\te"), "a\ufffdb\ufffdc\ufffdd\te"),
+        (wording.legible("x" * 700)[-2:], " …"),
+        (wording.shell(["python", "a  b.py"]), "python 'a  b.py'"),
+    ],
+)
+def test_spelling(said, expected):
+    assert said == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "speedup", "verdict", "expected"),
+    [
+        ("done", Ratio(1.31, 1.28, 1.35, 6), "same", "1.31 times as fast, same results"),
+        ("done", Ratio(1.31, 1.28, 1.35, 6), "not checked", "1.31 times as fast, results not checked"),
+        ("done", Ratio(1.31, 1.28, 1.35, 6), "failed", "1.31 times as fast, but the results changed"),
+        ("done", Ratio(1.04, 0.99, 1.08, 6), "same", "No faster Plan found: the program is best run as it is"),
+        ("done", Ratio(math.nan, math.nan, math.nan, 0), "same", "No faster Plan found: the program is best run as it is"),
+        ("done", None, "not checked", "No faster Plan found: the program is best run as it is"),
+        ("running", Ratio(1.31, 1.28, 1.35, 6), "not checked", "Still tuning: so far 1.31 times as fast, results not checked"),
+        ("failed", None, "not checked", "The tuning failed"),
+    ],
+)
+def test_headline(recorded, status, speedup, verdict, expected):
+    session = recorded("session")
+    session.status, session.speedup, session.guard.verdict = status, speedup, verdict
+    assert story.headline(session) == expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "warm", "expected"),
+    [
+        (12, 3120.0, "At step 12: the tuned program warms up for 1.2 s longer, and each step saves 104 ms."),
+        (0, 100.0, "From the first step: there is no extra warm-up to repay, and each step saves 104 ms."),
+        (None, 3120.0, "At which step is not known."),
+        (None, 0.0, "At which step is not known: the warm-up was not measured."),
+    ],
+)
+def test_payback(recorded, steps, warm, expected):
+    session = recorded("session")
+    session.payback_steps, session.best.warmup_ms = steps, warm
+    assert story.payback_sentence(session) == expected
+
+
+def test_bars_add_up_to_the_step(recorded):
+    session = recorded("session")
+    assert sum(part.ms for part in story.parts(session.baseline)) == pytest.approx(session.baseline.step_ms, rel=0.01)
+
+
+def test_elements_escape_text_and_attributes():
+    assert str(element("text", "<b>", class_='a"b', x=1.50)) == '<text class="a&#34;b" x="1.5">&lt;b&gt;</text>'
+
+
+def test_twice_and_half_as_fast_lie_equally_far_from_one():
+    scale = ratio_scale([0.5, 2.0])
+    assert scale(2.0) - scale(1.0) == pytest.approx(scale(1.0) - scale(0.5))
+    assert 1 in ratio_ticks(scale)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.2, 7.1), (1e-9, 2e-9), (-1e29, 1e29), (5.0, 5.0), (0, 5e-324)])
+def test_ticks_lie_between_the_ends(low, high):
+    ticks = round_ticks(low, high)
+    assert 1 <= len(ticks) <= 12
+    assert all(0 <= Scale(low, high)(tick) <= 1 for tick in ticks)

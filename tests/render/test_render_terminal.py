@@ -1,0 +1,108 @@
+"""The tables of the terminal: complete, within their width, and deaf to orders in foreign text."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.records import LeverRecord, SessionRecord
+from flatout.plan.words import Origin
+from flatout.render import plan_table, session_tables
+
+RECORD = json.loads((Path(__file__).parent / "session.json").read_text(encoding="utf-8"))
+
+
+def shown(renderable: RenderableType, width: int = 100) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, legacy_windows=False).print(renderable)
+    lines = out.getvalue().splitlines()
+    assert all(cell_len(line) <= width for line in lines)
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        ("session", "1.34 times as fast, equivalent results", "  flatout run python main.py --lr 0.1"),
+        ("failed", "The tuning failed", "  flatout tune python -m pkg.train --data '/no/such folder'"),
+        ("empty", "Still tuning: nothing to report yet", "guard  not checked: nothing was chosen yet"),
+    ],
+)
+def test_verdict_first_and_the_next_command_last(recorded, name, first, last, width):
+    lines = shown(session_tables(recorded(name)), width)
+    assert (lines[0], lines[-1]) == (first, last)
+
+
+def test_applied_then_rejected_then_skipped(recorded):
+    lines = shown(session_tables(recorded("session")), 80)
+    assert [line for line in lines if line in ("applied", "rejected", "skipped")] == ["applied", "rejected", "skipped"]
+    text = "\n".join(lines)
+    for name in ("malloc=tcmalloc", "1.17x (1.14-1.21)", "loader(workers=2,", "batched_transforms"):
+        assert name in text
+    for words in ("At step 12:", "1.34x (1.30-1.39, n=36)", "414 samples/s", "-4 %"):
+        assert words in text
+
+
+def test_our_own_words_are_ascii(recorded):
+    text = "\n".join(shown(session_tables(recorded("session")), 80))
+    assert all(sign.isascii() or sign == "─" for sign in text)
+
+
+def test_a_command_is_shown_as_it_must_be_typed(recorded):
+    session = recorded("session")
+    session.command = ["python", "train.py", "--name", "two  blanks – and [red]a dash[/red]"]
+    assert shown(session_tables(session))[-1] == "  flatout run python train.py --name 'two  blanks – and [red]a dash[/red]'"
+
+
+def test_foreign_text_gives_no_orders(recorded):
+    session = recorded("session")
+    session.message = "[bold red]loud[/] \x1b[31mred\x1b[0m \x07"
+    session.levers = [LeverRecord("[link=x]a[/link]", "[/]", "applied", 1.1, 1.0, 1.2, 3, "[reverse]x\x9b2J")]
+    text = "\n".join(shown(session_tables(session)))
+    assert "[bold red]loud[/]" in text
+    assert "[link=x]a[/link]=[/]" in text
+    assert not set(text) & {"\x1b", "\x07", "\x9b"}
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(max_size=60), width=st.integers(40, 140))
+def test_any_text_fits_any_width(text, width):
+    session = SessionRecord.from_json(RECORD)
+    session.message = session.guard.why = text
+    session.command = [text, text]
+    session.levers = [LeverRecord(text, {text: text}, text, 1.0, None, None, 0, text), LeverRecord(text, None, "skipped", reason=text)]
+    shown(session_tables(session), width)
+    shown(plan_table(Plan((Choice(text, text, Origin.FILE, text),)), {text: text}, {text: text, "b": text}), width)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_plan_with_the_code_that_does_the_same(width):
+    plan = Plan((Choice("channels_last", True, Origin.TUNER, "1.11x (1.08-1.13, n=32)"), Choice("loader", {"workers": 2}, Origin.USER)))
+    code = {"channels_last": "model = model.to(memory_format=torch.channels_last)\nx = x.to(memory_format=torch.channels_last)\n"}
+    lines = shown(plan_table(plan, code, {"loader": "this program has no DataLoader", "compile": "the run is too short"}), width)
+    assert lines == [
+        "channels_last = on   found by the tuner",
+        "  1.11x (1.08-1.13, n=32)",
+        "",
+        "    model = model.to(memory_format=torch.channels_last)",
+        "    x = x.to(memory_format=torch.channels_last)",
+        "",
+        "loader = workers=2   asked for by you",
+        "  not active here: this program has no DataLoader",
+        "",
+        "not in the Plan",
+        "compile  the run is too short",
+    ]
+
+
+def test_an_empty_plan_says_so():
+    assert shown(plan_table(Plan(), {}, {})) == ["The Plan is empty: the program runs as it is."]
