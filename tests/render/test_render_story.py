@@ -71,7 +71,6 @@ def test_headline(recorded, status, speedup, verdict, expected):
         (12, 3120.0, "At step 12: the tuned program warms up for 1.2 s longer, and each step saves 104 ms."),
         (0, 100.0, "From the first step: there is no extra warm-up to repay, and each step saves 104 ms."),
         (None, 3120.0, "At which step is not known."),
-        (None, 0.0, "At which step is not known: the warm-up was not measured."),
     ],
 )
 def test_payback(recorded, steps, warm, expected):
@@ -83,6 +82,23 @@ def test_payback(recorded, steps, warm, expected):
 def test_bars_add_up_to_the_step(recorded):
     session = recorded("session")
     assert sum(part.ms for part in story.parts(session.baseline)) == pytest.approx(session.baseline.step_ms, rel=0.01)
+
+
+def test_where_the_plain_program_stays_there_is_no_tuned_side(recorded):
+    session = recorded("session")
+    session.speedup, session.best = None, session.baseline  # what the tuner writes when nothing won
+    rows = story.before_after(session)
+    assert not story.both_sides(rows)
+    assert [row.plain for row in rows][:2] == ["413 ms", "310 samples/s"]
+
+
+def test_a_message_of_many_lines_is_a_sentence_and_its_details(recorded):
+    session = recorded("failed")
+    assert story.message(session) == "The program fails by itself (exit code 1), before flatout changes anything:"
+    assert story.details(session).startswith("Traceback")
+    session.message = "it failed:\n" + "x" * 9000 + "\nValueError: the end"
+    assert len(story.details(session)) <= story.MAX_DETAILS
+    assert story.details(session).endswith("ValueError: the end")
 
 
 def test_elements_escape_text_and_attributes():

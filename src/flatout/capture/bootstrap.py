@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.abc
-import importlib.machinery
+import importlib.util
 import json
 import os
 import random
@@ -45,7 +45,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
             except Exception as error:
                 say(f"could not attach to {fullname} ({type(error).__name__}: {error}); the program runs as it is")
 
-        spec.loader.exec_module = execute_then_call  # type: ignore[method-assign]  # this loader object is the spec's own
+        spec.loader.exec_module = execute_then_call  # type: ignore[method-assign]  # this loader is the spec's own
         return spec
 
 

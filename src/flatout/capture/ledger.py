@@ -39,6 +39,14 @@ class Ledger:
         self._undo.append((f"{_title(owner)}.{name}", restore))
         return seen
 
+    def set_flag(self, owner: Any, name: str, value: Any) -> None:
+        """Set what is more than a slot: torch.backends' switches act in their setter, which ``set`` goes round on purpose."""
+        if not hasattr(owner, name):
+            raise MissingTarget(f"{_title(owner)} has no attribute {name!r}")
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        self._undo.append((f"{_title(owner)}.{name}", lambda: setattr(owner, name, before)))
+
     def set_item(self, owner: Any, key: Any, value: Any) -> None:
         """Set an item of a dictionary (``os.environ``, a param group)."""
         before = owner.get(key, _ABSENT)

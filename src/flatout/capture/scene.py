@@ -12,14 +12,15 @@ Nothing here times, hashes or decides; a Listener does. What is installed, and w
 from __future__ import annotations
 
 import os
-import random
-import sys
 import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from flatout.capture.ledger import Ledger
+from flatout.capture.loaders import LoaderRule, Loaders
+from flatout.capture.pickles import keep_out_of_pickles
+from flatout.capture.scalers import Scalers
 from flatout.capture.steps import StepBoundaries
 
 ROOTS_THAT_MAKE_SENSE = 16  # more root modules than this: the model is called in pieces
@@ -41,13 +42,6 @@ class Listener:
     def step_end(self) -> None: ...
 
 
-class LoaderRule:
-    """Chooses arguments of a DataLoader that is being made: ``rule(dataset, arguments) -> changed arguments``."""
-
-    def __init__(self, change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> None:
-        self.change = change
-
-
 class Scene:
     """Live objects are held weakly: attaching must not keep a model or a loader alive."""
 
@@ -59,6 +53,7 @@ class Scene:
         self.steps = 0
         self.backwards = 0
         self.backwards_in_last_step = 0
+        self.optimizer_events = 0
         self.closure_steps = False
         self.autocast_seen = False
         self.create_graph_seen = False
@@ -66,16 +61,12 @@ class Scene:
         self.distributions_seen = False
         self.threads_at_import = torch.get_num_threads()
         self.reports: list[tuple[str, str]] = []  # what a lever has to say after it was applied
-        self.loader_rule = LoaderRule
-        self.loader_rules: list[LoaderRule] = []
-        self._dataset: Any = None
+        self._loaders = Loaders(torch)
+        self._scalers = Scalers(torch)
         self._pickles_guarded = False
-        self.loaders: list[dict[str, Any]] = []  # what each DataLoader was asked for by the script
         self._roots: dict[int, weakref.ref] = {}
         self._losses: dict[int, weakref.ref] = {}
         self._optimizers: dict[int, weakref.ref] = {}
-        self._scalers: dict[int, weakref.ref] = {}
-        self._unscaled: dict[int, tuple[weakref.ref, Any]] = {}
         self._depth = 0
         self._in_optimizer: list[int] = []
         self._backwards_at_step = 0
@@ -102,7 +93,12 @@ class Scene:
     @property
     def scalers(self) -> list[Any]:
         """GradScalers of the script that are switched on."""
-        return [scaler for ref in self._scalers.values() if (scaler := ref()) is not None and scaler.is_enabled()]
+        return self._scalers.enabled
+
+    @property
+    def loaders(self) -> list[dict[str, Any]]:
+        """What each DataLoader was asked for by the script, and what it got."""
+        return self._loaders.seen
 
     @property
     def parameters(self) -> list[Any]:
@@ -126,8 +122,13 @@ class Scene:
 
     def data_is_random(self) -> bool:
         """Whether fetching a sample of the first map-style data set draws random numbers; True where it cannot be told."""
-        dataset = self._dataset() if self._dataset is not None else None
-        return dataset is None or draws_random_numbers(dataset, self.torch)
+        return self._loaders.data_is_random()
+
+    def change_loaders(self, change: Callable[[Any, dict[str, Any]], dict[str, Any]], ledger: Ledger) -> None:
+        """From now on DataLoaders are made with ``change(dataset, arguments)``, until the ledger is restored."""
+        rule = LoaderRule(change)
+        self._loaders.rules.append(rule)
+        ledger.call("loader rule", lambda: self._loaders.rules.remove(rule))
 
     def report(self, lever: str, sentence: str) -> None:
         self.reports.append((lever, sentence))
@@ -160,12 +161,10 @@ class Scene:
             ledger.call("optimizer step hook", register(hook).remove)
         ledger.set(optimizers.Optimizer, "__init__", self._wrap_optimizer_init(optimizers.Optimizer.__init__))
         ledger.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
-        ledger.set(torch.utils.data.DataLoader, "__init__", self._wrap_loader_init(torch.utils.data.DataLoader.__init__))
-        ledger.set(torch.amp.GradScaler, "step", self._wrap_scaler_step(torch.amp.GradScaler.step))
-        ledger.set(torch.amp.GradScaler, "scale", self._wrap_scaler_scale(torch.amp.GradScaler.scale))
+        self._loaders.hear_making(ledger)
+        self._scalers.hear(ledger, self)
         if self.listener.wants_phases:
-            iterator = torch.utils.data.dataloader._BaseDataLoaderIter
-            ledger.set(iterator, "__next__", self._wrap_next(iterator.__next__))
+            self._loaders.hear_batches(ledger, self)
         distribution = torch.distributions.Distribution
         ledger.set(distribution, "__init__", self._wrap_distribution_init(distribution.__init__))
         self._look_for_roots()
@@ -214,7 +213,7 @@ class Scene:
         if known is not None and known() is module:
             return
         if not any(p.requires_grad for p in module.parameters()):
-            if not list(module.parameters()) and not list(module.children()):
+            if isinstance(module, self.torch.nn.modules.loss._Loss):
                 self._losses[key] = weakref.ref(module)
             return
         self._roots[key] = weakref.ref(module)
@@ -224,7 +223,7 @@ class Scene:
                 module.register_forward_pre_hook(self._root_begins, with_kwargs=True, prepend=True),
                 module.register_forward_hook(self._root_ends),
             ]
-            self._keep_out_of_pickles(module)
+            self._keep_out_of_pickles()
             self._root_begins(module, args, {})  # this very call has passed its own pre-hooks already
 
     def _any_forward_ends(self, module: Any, args: tuple, output: Any) -> None:
@@ -244,13 +243,10 @@ class Scene:
         if not self.asleep and self.torch.is_grad_enabled():
             self.listener.forward_end(module, output)
 
-    def _keep_out_of_pickles(self, module: Any) -> None:
-        """Hooks and wrappers of ours live in the instance; a script that pickles or copies its model gets it without."""
-        kind = self.torch.nn.Module
+    def _keep_out_of_pickles(self) -> None:
         if not self._pickles_guarded:
             self._pickles_guarded = True
-            usual = kind.__getstate__
-            self.ledger.set(kind, "__getstate__", lambda module: _without_ours(usual(module)), new=True)
+            keep_out_of_pickles(self.torch, self.ledger, Scene)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -266,7 +262,7 @@ class Scene:
             roots = (tensors,) if isinstance(tensors, scene.torch.Tensor) else tuple(tensors)
             if kwargs.get("create_graph"):
                 scene.create_graph_seen = True
-            scene.listener.backward_begin(tuple(map(scene._without_scale, roots)) if scene._unscaled else roots)
+            scene.listener.backward_begin(tuple(map(scene._scalers.without_scale, roots)))
             result = backward(tensors, *args, **kwargs)
             scene.backwards += 1
             scene.closure_steps |= bool(scene._in_optimizer)
@@ -275,23 +271,6 @@ class Scene:
             return result
 
         return backward_heard
-
-    def _without_scale(self, loss: Any) -> Any:
-        known = self._unscaled.pop(id(loss), None)
-        return known[1] if known is not None and known[0]() is loss else loss
-
-    def _wrap_scaler_scale(self, scale: Callable) -> Callable:
-        scene = self
-
-        @wraps(scale)
-        def scale_heard(scaler: Any, outputs: Any) -> Any:
-            scaled = scale(scaler, outputs)
-            scene._scalers.setdefault(id(scaler), weakref.ref(scaler))
-            if scaled is not outputs and isinstance(scaled, scene.torch.Tensor):
-                scene._unscaled = {id(scaled): (weakref.ref(scaled), outputs)}
-            return scaled
-
-        return scale_heard
 
     def _wrap_distribution_init(self, init: Callable) -> Callable:
         scene = self
@@ -347,25 +326,15 @@ class Scene:
             return
         if id(optimizer) not in self._optimizers:
             self._meet(optimizer)
+        self.optimizer_events += 1
         self.listener.optimizer_end(optimizer)
         if self.boundaries.optimizer_stepped(id(optimizer)):
             self._step_ended()
 
-    def _wrap_scaler_step(self, step: Callable) -> Callable:
-        scene = self
-
-        @wraps(step)
-        def step_heard(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            before, steps = scene.backwards, scene.steps
-            result = step(scaler, optimizer, *args, **kwargs)
-            # Infinite gradients: the scaler left the step out, but the cycle has come round all the same.
-            if scaler.is_enabled() and result is None and scene.steps == steps and before == scene.backwards and not scene.asleep:
-                found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-                if sum(v.item() for v in found.values()) and scene.boundaries.optimizer_stepped(id(optimizer)):
-                    scene._step_ended()
-            return result
-
-        return step_heard
+    def optimizer_left_out(self, optimizer: Any) -> None:
+        """A GradScaler found infinite gradients and did not call the optimizer; the cycle has ended all the same."""
+        if self.boundaries.optimizer_stepped(id(optimizer)):
+            self._step_ended()
 
     def _step_ended(self) -> None:
         self.steps += 1
@@ -376,50 +345,6 @@ class Scene:
             self._depth = 0
         self.listener.step_end()
 
-    # -- loaders ----------------------------------------------------------------------------------------------------
-
-    def _wrap_loader_init(self, init: Callable) -> Callable:
-        scene = self
-        import inspect
-
-        signature = inspect.signature(init)
-
-        @wraps(init)
-        def init_heard(loader: Any, *args: Any, **kwargs: Any) -> None:
-            try:
-                bound = signature.bind(loader, *args, **kwargs)
-            except TypeError:
-                return init(loader, *args, **kwargs)  # the call is wrong: torch's own error is the right one
-            arguments = dict(list(bound.arguments.items())[1:])
-            dataset = arguments.get("dataset")
-            changed = dict(arguments)
-            for rule in scene.loader_rules:
-                changed = rule.change(dataset, changed)
-            if changed == arguments:
-                init(loader, *args, **kwargs)
-            else:
-                init(loader, **changed)
-            if scene._dataset is None and hasattr(dataset, "__getitem__"):
-                scene._dataset = _weak(dataset)
-            scene.loaders.append(_describe_loader(loader, dataset, arguments))
-            return None
-
-        return init_heard
-
-    def _wrap_next(self, take: Callable) -> Callable:
-        scene = self
-
-        @wraps(take)
-        def next_heard(iterator: Any) -> Any:
-            if scene.asleep or not scene.torch.is_grad_enabled():
-                return take(iterator)
-            scene.listener.data_begin(iterator)
-            batch = take(iterator)
-            scene.listener.data_end(iterator, batch)
-            return batch
-
-        return next_heard
-
     # -- wrapping a root's forward ----------------------------------------------------------------------------------
 
     def wrap_forward(self, root: Any, wrapper: Callable[[Callable], Callable], ledger: Ledger) -> Callable[[], None]:
@@ -427,7 +352,7 @@ class Scene:
 
         The wrapper sees training and evaluation alike. Returns what takes it off again (it must be the outermost then).
         """
-        self._keep_out_of_pickles(root)
+        self._keep_out_of_pickles()
         wrapped = wrapper(root.forward)
         wrapped.flatout = True  # type: ignore[attr-defined]
         mark = ledger.mark()
@@ -435,69 +360,6 @@ class Scene:
         return lambda: ledger.restore(mark)
 
 
-def _weak(thing: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(thing)
-    except TypeError:  # a list, say; it lives as long as the script wants it
-        return lambda: thing
-
-
-def draws_random_numbers(dataset: Any, torch: Any) -> bool:
-    """Whether fetching a sample moves a random generator of torch, numpy or ``random``. Fetches two, and puts the generators back."""
-    numpy = sys.modules.get("numpy")
-    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        for index in (0, 1):
-            dataset[index]
-        moved = not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
-        if numpy is not None:
-            now = numpy.random.get_state()
-            moved = moved or now[2] != before[2][2] or not (now[1] == before[2][1]).all()
-        return bool(moved)
-    except Exception:
-        return True  # it cannot be told, so it is taken as random
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        if numpy is not None:
-            numpy.random.set_state(before[2])
-
-
 def _is_compiled(module: Any) -> bool:
     return type(module).__name__ == "OptimizedModule" or any(
         getattr(m, "_compiled_call_impl", None) is not None for m in module.modules())
-
-
-def _without_ours(held: Any) -> Any:
-    """The state of a module without our hooks and wrappers; what is not a plain dictionary is left alone."""
-    if not isinstance(held, dict):
-        return held
-    state = dict(held)
-    if getattr(state.get("forward"), "flatout", False):
-        del state["forward"]
-    for name in ("_forward_pre_hooks", "_forward_hooks"):
-        hooks = state.get(name)
-        if hooks and any(isinstance(getattr(hook, "__self__", None), Scene) for hook in hooks.values()):
-            ours = {key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Scene)}
-            state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in ours)
-            for extra in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
-                if extra in state:
-                    state[extra] = type(state[extra])((k, v) for k, v in state[extra].items() if k not in ours)
-    return state
-
-
-def _describe_loader(loader: Any, dataset: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    try:
-        length: int | None = len(dataset)
-    except Exception:
-        length = None
-    return {
-        "dataset": type(dataset).__name__,
-        "length": length if length is None or length < 2**40 else None,  # endless samplers pretend to be huge
-        "batch_size": loader.batch_size,
-        "num_workers": loader.num_workers,
-        "asked_workers": asked.get("num_workers", 0),
-        "pin_memory": bool(loader.pin_memory),
-        "persistent_workers": bool(loader.persistent_workers),
-        "iterable": hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"),
-    }

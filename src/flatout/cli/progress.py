@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.measure.clock import seconds
-from flatout.plan.records import Ratio, SessionRecord
-from flatout.tune.search import Watcher
+from flatout.plan.records import Ratio
+from flatout.tune.tuning import Watcher
 
 SHOWN = 12
 
@@ -55,6 +55,3 @@ class LiveProgress(Watcher):
             style = "" if ratio is None else "green" if ratio.low > 1 else "red" if ratio.high < 1 else ""
             table.add_row(Text(plan), Text(ratio.sentence() if ratio else note or "failed", style=style))
         return Group(Text(f"{self._left()}  {self.now}: {self.detail}", style="bold"), table)
-
-    def saved(self, session: SessionRecord) -> None:
-        pass

@@ -80,8 +80,8 @@ def _plan_for(cmd: Command, facts: Facts, given: str | None) -> tuple[Plan | Non
 def _tune_first(words: tuple[str, ...], budget: float) -> Plan | None:
     from flatout.cli.tune import tune
     from flatout.plan.words import Effect
-    from flatout.tune.search import Goal
     from flatout.tune.session import plan_of
+    from flatout.tune.tuning import Goal
 
     effects = frozenset({Effect.EXACT, Effect.ROUNDING, Effect.RESAMPLED})
     try:

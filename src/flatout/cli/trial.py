@@ -38,7 +38,7 @@ def command(steps: int, seed: int, plan_path: str, out: Path | None, timeout: fl
         write_whole(out, json.dumps(record.to_json(), indent=1) + "\n")
     where = out or folder.result
     if record.status == "unattached":
-        sys.stderr.write(f"flatout: nothing was measured: {cmd.closed and f'python {cmd.closed} keeps flatout out' or record.reason}\n")
+        sys.stderr.write(f"flatout: nothing was measured: {(cmd.closed and f'python {cmd.closed} keeps flatout out') or record.reason}\n")
         return record.exit_code or 3
     if record.status == "hung":
         sys.stderr.write(f"flatout: the program hung: {record.reason}; record in {where}\n")

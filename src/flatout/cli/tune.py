@@ -20,8 +20,9 @@ from flatout.plan.folder import JobFolder
 from flatout.plan.records import SessionRecord
 from flatout.plan.words import Effect
 from flatout.probe.machine import look
-from flatout.tune.search import Goal, Search
+from flatout.tune.search import search
 from flatout.tune.session import job_folder, open_session, save_session, verdict, write_plan
+from flatout.tune.tuning import Goal, Tuning
 
 SHORTEST_S = 5.0
 
@@ -65,8 +66,7 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with LiveProgress(console, goal.budget_s - session.spent_s) as progress:
-            search = Search(cmd, folder, facts, session, goal, progress, lambda s: save_session(folder, s))
-            search.run()
+            search(Tuning(cmd, folder, facts, session, goal, progress, lambda s: save_session(folder, s)))
     except FlatoutError as error:
         session.status, session.message = "failed", str(error)
         _finish(folder, session)
@@ -74,7 +74,8 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     except KeyboardInterrupt:
         session.message = "interrupted; the same command goes on from here"
         save_session(folder, session)
-        console.print(f"flatout: interrupted. {len(session.contests)} contests are kept in {folder.session}; the same command goes on from there.", markup=False)
+        kept = f"{len(session.contests)} contests are kept in {folder.session}"
+        console.print(f"flatout: interrupted. {kept}; the same command goes on from there.", markup=False, soft_wrap=True)
         raise
     session.status, session.message = "done", verdict(session)
     _finish(folder, session)

@@ -31,7 +31,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    ledger.set(scene.torch.backends.cudnn, "benchmark", True)
+    ledger.set_flag(scene.torch.backends.cudnn, "benchmark", True)
     return ledger.restore
 
 

@@ -33,7 +33,8 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
-    ledger.call("gc", lambda: (gc.set_threshold(*before), gc.unfreeze()))
+    ledger.call("gc.freeze", gc.unfreeze)
+    ledger.call("gc.set_threshold", lambda: gc.set_threshold(*before))
     return ledger.restore
 
 

@@ -51,9 +51,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         return _change(dataset, arguments, value)
 
-    rule = scene.loader_rule(change)
-    scene.loader_rules.append(rule)
-    ledger.call("loader rule", lambda: scene.loader_rules.remove(rule))
+    scene.change_loaders(change, ledger)
     if value.get("pin") and scene.torch.cuda.is_available():
         _copy_without_waiting(scene.torch, ledger)
     return ledger.restore
@@ -103,7 +101,7 @@ def _copy_without_waiting(torch: Any, ledger: Any) -> None:
 def _is_cuda(torch: Any, target: Any) -> bool:
     if isinstance(target, torch.device):
         return bool(target.type == "cuda")
-    return isinstance(target, int) and not isinstance(target, bool) or (isinstance(target, str) and target.startswith("cuda"))
+    return (isinstance(target, int) and not isinstance(target, bool)) or (isinstance(target, str) and target.startswith("cuda"))
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
@@ -121,9 +119,7 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
 
         return {**arguments, "collate_fn": brighter}
 
-    rule = scene.loader_rule(change)
-    scene.loader_rules.append(rule)
-    ledger.call("loader rule", lambda: scene.loader_rules.remove(rule))
+    scene.change_loaders(change, ledger)
     return ledger.restore
 
 

@@ -35,9 +35,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     mkldnn = scene.torch.backends.mkldnn
     for owner in (mkldnn.matmul, mkldnn.conv, mkldnn.rnn):
-        before = owner.fp32_precision
-        owner.fp32_precision = "bf16"
-        ledger.call("mkldnn fp32_precision", lambda owner=owner, before=before: setattr(owner, "fp32_precision", before))
+        ledger.set_flag(owner, "fp32_precision", "bf16")
     return ledger.restore
 
 

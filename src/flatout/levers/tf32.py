@@ -41,9 +41,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     # The newer family of flags is set for each operation: the legacy getters raise once the families disagree, and the
     # top-level flag does not reach convolutions and RNNs (pytorch issue 179445).
     for owner in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
-        before = owner.fp32_precision
-        owner.fp32_precision = "tf32"
-        ledger.call("fp32_precision", lambda owner=owner, before=before: setattr(owner, "fp32_precision", before))
+        ledger.set_flag(owner, "fp32_precision", "tf32")
     return ledger.restore
 
 

@@ -23,7 +23,7 @@ class PhaseRecorder:
         self._host = HostClock()
         self._open: dict[str, Any] = {}
         self._spans: list[tuple[str, Any, Any]] = []
-        self._steps: list[tuple[float, dict[str, float]] | tuple[tuple[Any, Any], list[tuple[str, Any, Any]]]] = []
+        self._steps: list[tuple[Any, Any, list[tuple[str, Any, Any]]]] = []
         self._cuda = clock.name == "cuda"
 
     def begin(self, phase: str) -> None:
@@ -36,7 +36,7 @@ class PhaseRecorder:
 
     def step(self, start: Any, end: Any) -> None:
         """Close a step that ran between two marks of the clock."""
-        self._steps.append(((start, end), self._spans))
+        self._steps.append((start, end, self._spans))
         self._spans = []
         if len(self._steps) > KEPT_STEPS:
             del self._steps[0]
@@ -52,10 +52,10 @@ class PhaseRecorder:
         self.clock.settle()
         rows: list[dict[str, float]] = []
         total = 0.0
-        for (start, end), spans in self._steps:  # type: ignore[misc]
+        for start, end, spans in self._steps:
             length = self.clock.elapsed_ms(start, end)
             row = dict.fromkeys(PHASES, 0.0)
-            for phase, a, b in spans:  # type: ignore[misc,str-unpack]
+            for phase, a, b in spans:
                 row[phase] += self._host.elapsed_ms(a, b) if phase == "data" else self.clock.elapsed_ms(a, b)
             # A closure runs forward and backward inside the optimizer's step: they are not the optimizer's time.
             if row["optimizer"] >= row["forward"] + row["backward"] > 0 and sum(row.values()) > 1.02 * length:
@@ -66,6 +66,7 @@ class PhaseRecorder:
         if not rows or total <= 0:
             return {}
         return {
-            phase: PhaseTime(*(quantile([row[phase] for row in rows], q) for q in (0.5, 0.25, 0.75)), sum(row[phase] for row in rows) / total)
+            phase: PhaseTime(quantile(times, 0.5), quantile(times, 0.25), quantile(times, 0.75), sum(times) / total)
             for phase in PHASES
+            if (times := [row[phase] for row in rows])
         }

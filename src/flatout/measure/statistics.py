@@ -95,7 +95,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return math.fsum(values) / len(values)
 
 
 def two_sample_ks(a: Sequence[float], b: Sequence[float]) -> float:
@@ -116,5 +116,5 @@ def two_sample_ks(a: Sequence[float], b: Sequence[float]) -> float:
     x = (size + 0.12 + 0.11 / size) * gap
     if x < 0.2:
         return 1.0
-    terms = (2 * (-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, 101))
+    terms = (2.0 * (1 if k % 2 else -1) * math.exp(-2 * k * k * x * x) for k in range(1, 101))
     return min(1.0, max(0.0, sum(terms)))

@@ -1,6 +1,7 @@
 """Room 1: records in, something to read out. No torch, no clocks, no processes; nothing here prints.
 
     story.py      what a session has to tell, in words and rows
+    machine.py    the lines about machine, software and program
     wording.py    how a value is spelled
     terminal.py   the story as tables for a terminal (rich)
     report.py     the story as one self-contained page (jinja2), with the pictures of

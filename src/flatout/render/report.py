@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from flatout.plan.records import PHASES, Contest, GuardCheck, LeverRecord, SessionRecord
 from flatout.plan.words import Status
-from flatout.render import pictures, story, wording
+from flatout.render import machine, pictures, story, wording
 from flatout.render.curves import loss_curves, remarks
 from flatout.render.svg import Scale, ratio_scale
 
@@ -30,7 +30,7 @@ EFFECTS = {
     "resampled": "The same distribution, other random draws.",
     "changes_math": "Changes the maths.",
 }
-HOW = {"live": "switched live", "processes": "fresh processes"}
+HOW = {"live": "switched live", "processes": "in turns", "fresh pairs": "fresh pairs"}
 
 
 def report_html(session: SessionRecord) -> str:
@@ -55,7 +55,7 @@ def _clean(value: Any) -> Any:
 
 
 def _context(session: SessionRecord) -> dict[str, Any]:
-    baseline, best = story.parts(session.baseline), story.parts(session.best)
+    baseline, best = story.parts(session.baseline), story.parts(story.tuned_side(session))
     ordered = story.levers_in_order(session)
     curves = loss_curves(session.guard)
     rows = story.before_after(session)
@@ -63,8 +63,9 @@ def _context(session: SessionRecord) -> dict[str, Any]:
         "headline": story.headline(session),
         "outcome": story.outcome(session),
         "message": story.message(session),
+        "details": story.details(session),
         "command": wording.shell(session.command),
-        "dateline": [part for part in (wording.day(session.created), story.device(session)) if part],
+        "dateline": [part for part in (wording.day(session.created), machine.device(session)) if part],
         "rows": rows,
         "both": story.both_sides(rows),
         "next": story.next_step(session),
@@ -88,7 +89,7 @@ def _context(session: SessionRecord) -> dict[str, Any]:
         "effort": story.effort(session),
         "noise": story.noise(session),
         "effects": ", ".join(wording.one_line(effect, 40).replace("_", " ") for effect in session.effects),
-        "facts": story.facts(session),
+        "facts": machine.facts(session),
         "version": wording.one_line(session.flatout, 40),
     }
 
@@ -166,7 +167,7 @@ def _lever_row(lever: LeverRecord) -> dict[str, str]:
         "status": wording.one_line(lever.status, 20),
         "ratio": measured,
         "how": HOW.get(lever.how, wording.one_line(lever.how, 60)) if wording.drawable(lever.ratio) is not None else "",
-        "reason": wording.sentence(lever.reason),
+        "reason": story.because(lever),
         "effect": EFFECTS.get(lever.effect, wording.one_line(lever.effect, 60)) if lever.status != Status.SKIPPED else "",
     }
 
@@ -177,7 +178,7 @@ def _check_row(check: GuardCheck) -> dict[str, Any]:
         "passed": bool(check.passed),
         "value": wording.short(check.value),
         "limit": wording.short(check.limit),
-        "why": wording.sentence(check.why),
+        "why": wording.one_line(check.why),
     }
 
 
@@ -188,5 +189,5 @@ def _contest_row(contest: Contest) -> dict[str, str]:
         "how": HOW.get(contest.how, wording.one_line(contest.how, 60)),
         "ratio": story.with_interval(contest.ratio, contest.low, contest.high, contest.n) if wording.drawable(contest.ratio) is not None else wording.NOTHING,
         "seconds": wording.duration(contest.seconds) if wording.drawable(contest.seconds) else wording.NOTHING,
-        "note": wording.sentence(contest.note),
+        "note": wording.one_line(contest.note),
     }

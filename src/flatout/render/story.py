@@ -6,7 +6,7 @@ or that is still running) tells less, and says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -18,8 +18,8 @@ from flatout.render.wording import (
     count,
     drawable,
     duration,
-    figure,
     interval,
+    legible,
     milliseconds,
     one_line,
     per_second,
@@ -38,6 +38,8 @@ class Outcome(StrEnum):
     RUNNING = "running"
     FAILED = "failed"
 
+
+MAX_DETAILS = 3000
 
 RESULTS = {
     "same": "same results",
@@ -86,8 +88,15 @@ def headline(session: SessionRecord) -> str:
 
 def message(session: SessionRecord) -> str:
     """The tuner's own sentence, unless it only repeats the headline."""
-    text = sentence(session.message)
+    text = sentence(session.message.strip().partition("\n")[0])
+    text = text[:1].upper() + text[1:]
     return "" if text.rstrip(".").lower() == headline(session).lower() else text
+
+
+def details(session: SessionRecord) -> str:
+    """What follows the sentence: the end of a failed program's own words, line by line."""
+    rest = session.message.strip().partition("\n")[2].strip("\n")
+    return legible(rest if len(rest) <= MAX_DETAILS else "… " + rest[2 - MAX_DETAILS :], MAX_DETAILS)
 
 
 @dataclass(frozen=True)
@@ -101,12 +110,17 @@ class Row:
     spread: str = ""
 
 
+def tuned_side(session: SessionRecord) -> Side:
+    """The best Plan's side, or an empty one: where nothing was found, the record repeats the plain side as the best."""
+    return Side() if session.speedup is None else session.best
+
+
 def before_after(session: SessionRecord) -> list[Row]:
-    a, b = session.baseline, session.best
+    a, b = session.baseline, tuned_side(session)
     ratio = session.speedup
     known = ratio if ratio is not None and drawable(ratio.median) is not None else None
     change, spread = (times(known.median), spread_of(known.low, known.high, known.n)) if known else ("", "")
-    rows = [Row(f"time of a {one_line(a.unit or 'step', 40)}", milliseconds(a.step_ms), milliseconds(b.step_ms), change, spread)]
+    rows = [Row(f"time of a {one_line(a.unit or 'step', 24)}", milliseconds(a.step_ms), milliseconds(b.step_ms), change, spread)]
     rows.append(Row("throughput", per_second(a.samples_per_s), per_second(b.samples_per_s)))
     rows.append(Row("peak memory", size(a.peak_memory_bytes), size(b.peak_memory_bytes), _percent(a.peak_memory_bytes, b.peak_memory_bytes)))
     # A warm-up of exactly nothing was not measured: the first step of any program is slower than the rest.
@@ -175,6 +189,11 @@ def levers_in_order(session: SessionRecord) -> list[LeverRecord]:
     return sorted(session.levers, key=lambda r: (STATUS_ORDER.get(r.status, 3), -(drawable(r.ratio) or 0.0)))
 
 
+def because(lever: LeverRecord) -> str:
+    """The recorded reason. An applied lever needs none: it was faster."""
+    return one_line(lever.reason) or ("faster, and part of the plan that was confirmed" if lever.status == Status.APPLIED else "")
+
+
 def guard_sentence(guard: GuardRecord) -> str:
     words = GUARD_WORDS.get(guard.verdict, one_line(guard.verdict, 60) or GUARD_WORDS["not checked"])
     why = one_line(guard.why)
@@ -190,7 +209,7 @@ def payback_sentence(session: SessionRecord) -> str:
     saved = "" if before is None or after is None or before <= after else f", and each step saves {milliseconds(before - after)}"
     steps = drawable(session.payback_steps)
     if steps is None:
-        return "At which step is not known: the warm-up was not measured." if extra_ms <= 0 else "At which step is not known."
+        return "At which step is not known."
     if steps <= 0:
         return f"From the first step: there is no extra warm-up to repay{saved}."
     cost = f"the tuned program warms up for {duration(extra_ms / 1000)} longer{saved}" if extra_ms > 0 else "its warm-up is repaid by then"
@@ -211,8 +230,10 @@ def next_step(session: SessionRecord) -> Next:
     match outcome(session):
         case Outcome.FASTER:
             return Next("Run the real job under this Plan:", f"flatout run {command}")
-        case Outcome.RUNNING | Outcome.FAILED:
-            return Next("Continue; no finished trial is measured again:", f"flatout tune {command}")
+        case Outcome.RUNNING:
+            return Next("Go on from where it is; what was measured is not measured again:", f"flatout tune {command}")
+        case Outcome.FAILED:
+            return Next("Mend what is said above, then tune again:", f"flatout tune {command}")
         case _:
             return Next("Run it as it is:", command)
 
@@ -233,39 +254,3 @@ def noise(session: SessionRecord) -> str:
     """The noise floor as ``0.99x (0.98–1.01, n=6)``, or nothing."""
     floor = session.noise_floor
     return "" if floor is None or drawable(floor.median) is None else with_interval(floor.median, floor.low, floor.high, floor.n)
-
-
-def device(session: SessionRecord) -> str:
-    """The machine in one line."""
-    machine = session.machine
-    gpus = machine.get("gpus") or ()
-    names = [one_line(gpu.get("name", "a GPU") if isinstance(gpu, Mapping) else gpu, 80) for gpu in gpus] if isinstance(gpus, (list, tuple)) else []
-    cores = f"{several(machine.get('cores'), 'core')}" if drawable(machine.get("cores")) else ""
-    processor = one_line(machine.get("cpu") or "", 100)
-    return ", ".join(part for part in [*(f"{names.count(n)} × {n}" for n in dict.fromkeys(names)), processor, cores] if part)
-
-
-# Shown by ``device``, shown elsewhere, or long and of no use to a reader.
-_NOT_LISTED = {"cpu", "cores", "gpus", "memory_bytes", "cpu_flags", "how", "versions"}
-
-
-def facts(session: SessionRecord) -> list[tuple[str, str]]:
-    """The machine, the software and the program, a line each."""
-    rows = [("machine", device(session)), ("memory", size(session.machine.get("memory_bytes") or None))]
-    rows += [(name, text) for name, text in _flat(session.machine) if name not in _NOT_LISTED]
-    rows.append(("software", ", ".join(f"{one_line(name, 60)} {one_line(version, 60)}" for name, version in list(session.versions.items())[:40])))
-    rows += [("flatout", one_line(session.flatout, 60)), ("folder", one_line(session.cwd))]
-    rows += [(f"program: {name}", text) for name, text in _flat(session.scene)]
-    rows += [(f"key: {name}", text) for name, text in _flat(session.key)]
-    return [(name, text) for name, text in rows if text and text != NOTHING][:60]
-
-
-def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            text = ", ".join(f"{k}={v}" for k, v in list(value.items())[:24])
-        elif isinstance(value, (list, tuple)):
-            text = ", ".join(str(item) for item in value[:24])
-        else:
-            text = "" if value is None else figure(value, 6) if isinstance(value, float) else str(value)
-        yield one_line(name, 60).replace("_", " "), one_line(text, 300)

@@ -80,7 +80,7 @@ def ratio_scale(ratios: Sequence[float]) -> Scale:
 _RATIO_TICKS = (1, 2, 0.5, 1.5, 0.75, 1.25, 1.1, 0.9, 4, 0.25, 10, 0.1, 100, 0.01, 3, 1.05, 0.95, 6, 20, 50, 1.02, 0.98)
 
 
-def ratio_ticks(scale: Scale, apart: float = 0.15) -> list[float]:
+def ratio_ticks(scale: Scale, apart: float = 0.12) -> list[float]:
     """Round ratios, the most telling ones first, none closer than ``apart`` of the width."""
     chosen: list[float] = []
     for tick in _RATIO_TICKS:

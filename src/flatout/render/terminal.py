@@ -32,6 +32,9 @@ def session_tables(session: SessionRecord) -> RenderableType:
     message = story.message(session)
     if message:
         lines.append(_text(message))
+    details = story.details(session)
+    if details:
+        lines += ["", Padding(Text(details, style="dim", overflow="fold"), (0, 0, 0, 2))]
     lines += _section(_before_after(session))
     lines += _section(_levers(session))
     closing = [("guard", story.guard_sentence(session.guard)), ("pays back", story.payback_sentence(session)), ("tried", story.effort(session))]
@@ -47,7 +50,7 @@ def session_tables(session: SessionRecord) -> RenderableType:
 def plan_table(plan: Plan, code: Mapping[str, str], reasons: Mapping[str, str]) -> RenderableType:
     """Each choice of a Plan with its origin, its evidence and the lines of code that do the same by hand.
 
-    ``code`` and ``reasons`` go by the lever's name. A reason says why a choice does not act here or, for a lever that is not in
+    ``code`` and ``reasons`` go by the lever's name. A reason says what speaks against a choice or, for a lever that is not in
     the Plan, why it is not.
     """
     lines: list[RenderableType] = []
@@ -55,7 +58,7 @@ def plan_table(plan: Plan, code: Mapping[str, str], reasons: Mapping[str, str]) 
         title = Text.assemble((one_line(choice.name, 80), "bold"), " = ", one_line(setting(choice.value)), (f"   {ORIGINS[choice.origin]}", "dim"))
         notes = [_text(choice.evidence)] if choice.evidence else []
         if choice.name in reasons:
-            notes.append(Text("not active here: ", style="yellow") + _text(reasons[choice.name]))
+            notes.append(Text("but: ", style="yellow") + _text(reasons[choice.name]))
         lines += [title, *(Padding(note, (0, 0, 0, 2)) for note in notes)]
         if code.get(choice.name):
             # Not folded into one line, and not wrapped more than the terminal must: it is there to be copied.
@@ -98,7 +101,7 @@ def _levers(session: SessionRecord) -> RenderableType | None:
         table.add_column(width=width + 2, overflow="fold")
         for record in members:
             ratio = [] if status == Status.SKIPPED else [_ratio(record)]
-            table.add_row(Padding(Text(names[id(record)]), (0, 0, 0, 2)), *ratio, _text(record.reason))
+            table.add_row(Padding(Text(names[id(record)]), (0, 0, 0, 2)), *ratio, _text(story.because(record)))
         if len(table.columns) == 3:
             table.columns[1].no_wrap, table.columns[1].min_width = True, 17
         groups += [*([""] if groups else []), Text(status, style=STYLES.get(status, "bold")), table]

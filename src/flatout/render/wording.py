@@ -40,14 +40,19 @@ def sentence(value: object, limit: int = TEXT_LIMIT) -> str:
 
 
 def drawable(value: object) -> float | None:
-    """The value as a number that can be written and drawn, or None. 1e30 and more is a run that blew up, not a figure."""
+    """The value as a number that can be written, drawn and divided by, or None.
+
+    1e30 and more is a run that blew up, not a figure; below 1e-30 is zero.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) and abs(number) < 1e30 else None
+    if not math.isfinite(number) or abs(number) >= 1e30:
+        return None
+    return number if abs(number) >= 1e-30 else 0.0
 
 
 def figure(value: object, digits: int = 3) -> str:

@@ -82,22 +82,22 @@ class Trial:
 
     def ask(self, command: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         """Give the baton, wait for the answer, take the baton back."""
-        assert self._main is not None and self._program is not None
+        assert self._main is not None
+        assert self._program is not None
         self._program.go_on()
         try:
             self._main.send(command)
         except Hangup:
             raise ProgramGone(self._gone("")) from None
-        answer = self._receive(deadline_s, f"it did not answer within the time ({command['do']})")
-        return answer
+        return self._receive(deadline_s, f"it did not answer within the time ({command['do']})")
 
     def hold(self) -> None:
         if self._program is not None:
             self._program.stop()
 
-    def go(self, ticks: int, deadline_s: float) -> list[float]:
-        """Milliseconds of each of ``ticks`` ticks; the program is held before and after."""
-        answer = self.ask({"do": "go", "ticks": ticks}, deadline_s)
+    def go(self, ticks: int, deadline_s: float, longest_s: float = 1e9) -> list[float]:
+        """Milliseconds of each of ``ticks`` ticks (fewer, at least one, after ``longest_s``); the program is held before and after."""
+        answer = self.ask({"do": "go", "ticks": ticks, "seconds": longest_s}, deadline_s)
         self.hold()
         times: list[float] = answer["ms"]
         return times

@@ -9,7 +9,6 @@ from flatout.plan.facts import Facts
 from flatout.plan.plan import Plan
 
 ENTRY = "flatout.trial.worker:attach"
-DIGEST_STEPS = (1, 2, 4, 8, 16, 32)  # the weights are digested after these steps
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Commands (one JSON object a line), each answered by one object:
 
-    {"do": "go", "ticks": n}            run n ticks, then report them: {"ms": [...]}
+    {"do": "go", "ticks": n}            run n ticks ("seconds" ends them early), then report them: {"ms": [...]}
     {"do": "switch", "choices": [...]}  make exactly these live levers hold
     {"do": "options"}                   what every lever says of this program
     {"do": "replica", "choices": [...]} run the guard's step replica under these live levers
@@ -29,7 +29,6 @@ from flatout.capture.shelter import Shelter
 from flatout.engine.applier import EARLY, LATE, Applier, Outcome
 from flatout.engine.replica import StepReplica
 from flatout.levers import TABLE
-from flatout.measure import parity
 from flatout.measure.clock import HostClock, clock_for, seconds
 from flatout.measure.phases import PhaseRecorder
 from flatout.measure.statistics import block_ms
@@ -40,10 +39,9 @@ from flatout.plan.plan import Choice
 from flatout.plan.records import TrialRecord
 from flatout.plan.words import Moment, Origin
 from flatout.trial.channel import Channel, Hangup
-from flatout.trial.spec import DIGEST_STEPS, TrialSpec
+from flatout.trial.recorder import Recorder
+from flatout.trial.spec import TrialSpec
 
-HASHED_BATCHES = 32
-KEPT_LOSSES = 100_000
 CLOSURE_PASSES = 4  # so many backward passes inside one optimizer step, and a second gone: the pass is the tick
 CLOSURE_S = 1.0
 
@@ -73,6 +71,7 @@ class Worker(Listener):
         self.scene = Scene(torch, self, self.ledger)
         self.applier = Applier(TABLE, spec.facts, self.scene)
         self.shelter = Shelter(str(self.folder.saved), self.ledger)
+        self.notes = Recorder(torch, self.scene)
         self.replica: StepReplica | None = None
         self.channel: Channel | None = None
         self.owner = os.getpid()
@@ -89,15 +88,8 @@ class Worker(Listener):
         self.tick_start: Any = None
         self.block: list[tuple[Any, Any]] = []
         self.block_left = 0
+        self.block_until_s = 0.0
         self.measured: list[float] = []
-        self.losses: list[Any] = []
-        self.loss_steps: list[int] = []
-        self.batch_hashes: list[str] = []
-        self.batch_statistics: list[list[float]] = []
-        self.batches_from_loader = False
-        self.samples = 0
-        self.samples_seen_steps = 0
-        self.digests: dict[str, str] = {}
         self.written = False
         self.stopping = False
         self.late_done = False
@@ -117,8 +109,7 @@ class Worker(Listener):
         except (OSError, Hangup):
             self.channel = None
         atexit.register(self._at_exit)
-        self._excepthook = sys.excepthook
-        sys.excepthook = self._program_failed
+        self._excepthook = self.ledger.set(sys, "excepthook", self._program_failed)
         os.register_at_fork(after_in_child=self._forked)
 
     def _shift_seeds(self, offset: int) -> None:
@@ -135,20 +126,12 @@ class Worker(Listener):
 
     def data_end(self, loader: Any, batch: Any) -> None:
         self.phases.end("data")
-        self.batches_from_loader = True
-        first = next(parity.tensors_in(batch, self.torch), None)
-        if first is not None and first.dim():
-            self.samples += len(first)
-        if len(self.batch_hashes) < HASHED_BATCHES and not self.warm:
-            self.batch_hashes.append(parity.digest(parity.tensors_in(batch, self.torch), self.torch))
-            self.batch_statistics.extend(parity.batch_statistics(batch, self.torch))
+        self.notes.batch(batch, describe=not self.warm)
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
         self.phases.begin("forward")
-        if not self.batches_from_loader and not self.warm and len(self.batch_hashes) < HASHED_BATCHES:
-            first = next(parity.tensors_in((args, kwargs), self.torch), None)
-            if first is not None:
-                self.batch_hashes.append(parity.digest([first], self.torch))
+        if not self.warm:
+            self.notes.model_input(args, kwargs)
         if self.replica is not None:
             self.replica.forward_begin(root, args, kwargs)
 
@@ -158,9 +141,7 @@ class Worker(Listener):
             self.replica.forward_end(root, output)
 
     def backward_begin(self, losses: tuple) -> None:
-        if len(self.losses) < KEPT_LOSSES:
-            self.losses.append([loss.detach().clone() for loss in losses] if len(losses) > 1 else losses[0].detach().clone())
-            self.loss_steps.append(self.scene.steps)
+        self.notes.loss(losses)
         self.phases.begin("backward")
 
     def backward_end(self) -> None:
@@ -184,15 +165,13 @@ class Worker(Listener):
         self.phases.end("optimizer")
 
     def step_end(self) -> None:
-        steps = self.scene.steps
         if self.claimed is None:
             self._claim()
         if not self.late_done:
             self._first_step_done()
         if not self.claimed:
             return
-        if steps in DIGEST_STEPS:
-            self._digest(steps)
+        self.notes.step(self.scene.steps)
         if self.unit == "step":
             self._tick()
         elif self.stopping:
@@ -208,10 +187,6 @@ class Worker(Listener):
         if self.unit == "step":
             self.first_step_s = seconds()
             self.tick_start = None
-
-    def _digest(self, steps: int) -> None:
-        buffers = [b for root in self.scene.roots for b in root.buffers()]
-        self.digests[str(steps)] = parity.digest([*self.scene.parameters, *buffers], self.torch)
 
     # -- ticks ------------------------------------------------------------------------------------------------------
 
@@ -229,7 +204,7 @@ class Worker(Listener):
         elif self.warm:
             self.phases.step(start, now)
             self.block.append((start, now))
-            self.block_left -= 1
+            self.block_left = self.block_left - 1 if seconds() < self.block_until_s else 0
         elif self.replica is None:
             self.ticks_ms.append(self.clock.elapsed_ms(start, now))
             self.phases.forget()
@@ -242,8 +217,8 @@ class Worker(Listener):
         self.warm = True
         self.warmup_steps = len(self.ticks_ms) + (1 if self.unit == "step" else CLOSURE_PASSES)
         self.warmup_ms = (seconds() - self.started_s) * 1000
-        self._resolve_losses()
-        self.samples, self.samples_seen_steps = 0, len(self.measured)
+        self.notes.losses()
+        self.notes.samples = 0
         self._answer({"ready": True, "unit": self.unit, "tick_ms": block_ms(self.ticks_ms[-8:]), "warmup_ms": self.warmup_ms,
                       "device": self.scene.device_type, "boundaries": "backward" if self.scene.boundaries.by_backward else "optimizer",
                       "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
@@ -257,8 +232,6 @@ class Worker(Listener):
         elif self.replica is None:
             self.clock.settle()
             ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
-            if hasattr(self.clock, "give_back"):
-                self.clock.give_back([a for a, _ in self.block[:0]])
             self.measured.extend(ms)
             self.block = []
             self._answer({"ms": ms})
@@ -272,6 +245,7 @@ class Worker(Listener):
             do = command["do"]
             if do == "go":
                 self.block_left = int(command["ticks"])
+                self.block_until_s = seconds() + float(command.get("seconds", "inf"))
                 break
             if do == "replica":
                 self.replica = StepReplica(self.scene, self.applier, _choices(command["choices"]))
@@ -287,7 +261,9 @@ class Worker(Listener):
     def _do(self, do: str, command: dict[str, Any]) -> dict[str, Any]:
         if do == "switch":
             outcomes = self.applier.switch(_choices(command["choices"]))
-            return {"applied": [o.to_json() for o in outcomes if o.applied], "skipped": [o.to_json() for o in outcomes if not o.applied]}
+            reports, self.scene.reports = self.scene.reports, []
+            return {"applied": [o.to_json() for o in outcomes if o.applied], "skipped": [o.to_json() for o in outcomes if not o.applied],
+                    "reports": [{"name": name, "reason": sentence} for name, sentence in reports]}
         if do == "options":
             answers = self.applier.options()
             return {"options": {name: {"values": list(a.values), "effect": a.effect} if isinstance(a, Options) else {"skip": a.reason}
@@ -319,13 +295,6 @@ class Worker(Listener):
             self.claimed = False
             self.phases.forget()
 
-    def _resolve_losses(self) -> None:
-        """Turn the tensors into hexadecimal floats: waits for the device, so only between blocks."""
-        for at, loss in enumerate(self.losses):
-            if not isinstance(loss, str):
-                parts = loss if isinstance(loss, list) else [loss]
-                self.losses[at] = float(sum(float(part.double().mean()) for part in parts)).hex()
-
     def _finish(self) -> None:
         self.write_record("finished", "stopped after the steps that were asked for")
         self._answer({"written": True})
@@ -333,21 +302,21 @@ class Worker(Listener):
         raise StopTrial
 
     def record(self, status: str, reason: str) -> TrialRecord:
-        self._resolve_losses()
         outcomes = [Outcome(c, True) for c in self.spec.plan if (lv := self.applier.table.get(c.name)) and lv.moment is Moment.PROCESS]
         outcomes += self.applier.outcomes
-        steps = len(self.measured) - self.samples_seen_steps
         step_ms = block_ms(self.measured) if self.measured else None
-        per_step = self.samples / steps if self.batches_from_loader and steps > 0 and self.samples and self.unit == "step" else None
+        notes = self.notes
+        per_step = notes.samples / len(self.measured) if self.measured and notes.samples and self.unit == "step" else None
         return TrialRecord(
             status=status, reason=reason, steps=len(self.measured), warmup_steps=self.warmup_steps, warmup_ms=self.warmup_ms, unit=self.unit,
             step_ms=step_ms, step_ms_list=self.measured, samples_per_step=per_step,
             samples_per_s=per_step / step_ms * 1000 if per_step and step_ms else None,
             phases={name: phase.to_json() for name, phase in self.phases.summary().items()},
-            losses=self.losses, loss_steps=self.loss_steps, batch_hashes=self.batch_hashes, batch_statistics=self.batch_statistics,
-            weights_digests=self.digests, peak_memory_bytes=self._peak_memory(), device=self.scene.device_type, seed=self.spec.seed,
+            losses=notes.losses(), loss_steps=notes.loss_steps, batch_hashes=notes.batch_hashes, batch_statistics=notes.batch_statistics,
+            weights_digests=notes.weights_digests, peak_memory_bytes=self._peak_memory(), device=self.scene.device_type, seed=self.spec.seed,
             plan=self.spec.plan.to_json(), applied=[o.to_json() for o in outcomes if o.applied],
-            skipped=[o.to_json() for o in outcomes if not o.applied], scene=self.scene.describe(),
+            skipped=[*(o.to_json() for o in outcomes if not o.applied), *({"name": n, "reason": r} for n, r in self.scene.reports)],
+            scene=self.scene.describe(),
             versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)})
 
     def write_record(self, status: str, reason: str) -> None:

@@ -25,6 +25,7 @@ MOST_TICKS = 200
 FEWEST_ROUNDS = 3
 PATIENCE_FACTOR = 30.0  # a block that takes this many times its expected length hangs
 PATIENCE_S = 60.0
+LONGEST_BLOCK = 4.0  # times its expected length; a busy neighbour must not use up the budget
 CLEAR_LOSS = 0.99
 CLEAR_WIN = 1.03
 
@@ -44,14 +45,14 @@ class Arena:
         self.tick_ms = 1.0
         self.unit = "step"
         self.prefetched_ticks = 0
-        self._running: list[Trial] = []
+        self.running: list[Trial] = []
 
     # -- programs ---------------------------------------------------------------------------------------------------
 
     def enter(self, plan: Plan, seed: int, patience_s: float) -> Entrant:
         """Start a program and bring it to its steady state; it is held when this returns. Raises ProgramGone."""
         trial = Trial(self.command, self.job.new_trial(), plan, self.facts, seed, reseed=True)
-        self._running.append(trial)
+        self.running.append(trial)
         start = seconds()
         try:
             trial.start()
@@ -64,11 +65,11 @@ class Arena:
 
     def dismiss(self, trial: Trial) -> None:
         trial.close()
-        if trial in self._running:
-            self._running.remove(trial)
+        if trial in self.running:
+            self.running.remove(trial)
 
     def close(self) -> None:
-        for trial in list(self._running):
+        for trial in list(self.running):
             self.dismiss(trial)
 
     # -- blocks -----------------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ class Arena:
     def block(self, trial: Trial) -> float:
         """Milliseconds a tick. The first ticks of a longer block are left out: caches are cold after a pause."""
         ticks = self.block_ticks
-        times = trial.go(ticks, self._deadline(ticks))
+        times = trial.go(ticks, self._deadline(ticks), LONGEST_BLOCK * max(ticks * self.tick_ms, BLOCK_MS) / 1000)
         skipped = min(max(1 if len(times) >= 4 else 0, self.prefetched_ticks), len(times) // 2)
         return block_ms(times[skipped:])
 
@@ -100,6 +101,12 @@ class Arena:
         start = seconds()
         trial.go(ticks, self._deadline(ticks) + 240)  # a compiler may be at work
         return seconds() - start
+
+    def switch(self, trial: Trial, choices: Sequence[Choice], patience_s: float = PATIENCE_S) -> None:
+        """Make exactly these live levers hold. Raises LeverFailed where one could not be switched on, or has given up since."""
+        answer = trial.switch(choices, self._deadline(4) + patience_s)
+        for left in (*answer["skipped"], *answer["reports"]):
+            raise LeverFailed(left["name"], left["reason"])
 
     # -- contests ---------------------------------------------------------------------------------------------------
 
@@ -113,10 +120,7 @@ class Arena:
             held = ""
             for side in order:
                 if side != held:
-                    answer = trial.switch(a if side == "a" else b, self._deadline(4))
-                    if answer["skipped"]:
-                        left = answer["skipped"][0]
-                        raise LeverFailed(left["name"], left["reason"])
+                    self.switch(trial, a if side == "a" else b)
                     self.run(trial, settle_ticks)
                     held = side
                 times[side].append(self.block(trial))

@@ -16,6 +16,9 @@ from flatout.plan.plan import Plan
 from flatout.plan.records import SESSION_SCHEMA, SessionRecord
 
 FOLDER = ".flatout"
+DIFFERENT = {"command": "another command", "script": "the script has changed", "machine": "another machine", "versions": "other versions",
+             "python": "another Python"}
+SAME = {"same": "with bitwise the same results", "equivalent": "with the same results up to rounding"}
 
 
 def key_of(command: Command, facts: Facts) -> dict[str, str]:
@@ -32,8 +35,11 @@ def key_of(command: Command, facts: Facts) -> dict[str, str]:
 
 def differences(made_for: dict[str, str], key: dict[str, str]) -> list[str]:
     """In words, how a Plan's origin differs from the present command, machine and versions."""
-    names = {"command": "another command", "script": "the script has changed", "machine": "another machine", "versions": "other versions", "python": "another Python"}
-    return [f"{said} ({made_for.get(name, 'unknown')!r})" if name != "script" else said for name, said in names.items() if made_for.get(name, "") != key[name]]
+    found = []
+    for name, said in DIFFERENT.items():
+        if made_for.get(name, "") != key[name]:
+            found.append(said if name == "script" else f"{said} ({made_for.get(name, 'unknown')!r})")
+    return found
 
 
 def job_folder(command: Command, given: Path | None = None) -> JobFolder:
@@ -91,8 +97,7 @@ def write_plan(job: JobFolder, session: SessionRecord, command: Command, beside:
 def verdict(session: SessionRecord) -> str:
     """The session in one sentence."""
     if session.speedup is not None:
-        same = {"same": "with bitwise the same results", "equivalent": "with the same results up to rounding"}.get(session.guard.verdict, "results not compared")
-        return f"{session.speedup.sentence()} as fast, {same}"
+        return f"{session.speedup.sentence()} as fast, {SAME.get(session.guard.verdict, 'results not compared')}"
     failed = session.guard.verdict == "failed"
     why = f"the faster plan was refused: {session.guard.why}" if failed else "nothing was faster beyond the noise"
     return f"the plain program stays: {why}"

@@ -1,0 +1,59 @@
+"""A training loop that does nothing but steps of a chosen size, and says how long one took. Knows nothing of flatout.
+
+Prints one JSON line: mean, median and number of the steps after the warm-up, in microseconds. With --calibrate MS it prints
+how many layers make a step of that length instead.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+from torch import nn
+
+
+def make(layers, width):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)])
+    return model, torch.optim.SGD(model.parameters(), lr=1e-4)
+
+
+def steps(model, optimizer, data, seconds):
+    """The length of each step, in seconds, over at least this time and 20 steps."""
+    lengths, start = [], time.perf_counter()
+    before = start
+    while before - start < seconds or len(lengths) < 20:
+        optimizer.zero_grad()
+        loss = model(data).square().mean()
+        loss.backward()
+        optimizer.step()
+        now = time.perf_counter()
+        lengths.append(now - before)
+        before = now
+    return lengths
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--width", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=1.5, help="how long to measure, after a third of it to warm up")
+    parser.add_argument("--calibrate", type=float, metavar="MS")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    data = torch.randn(args.batch, args.width)
+    if args.calibrate:
+        few, many = (statistics.median(steps(*make(layers, args.width), data, 1.0)) for layers in (1, 5))
+        layers = 1 + max(0, round((args.calibrate / 1000 - few) / max((many - few) / 4, 1e-6)))
+        print(json.dumps({"layers": layers}))
+        return
+    model, optimizer = make(args.layers, args.width)
+    steps(model, optimizer, data, args.seconds / 3)
+    lengths = steps(model, optimizer, data, args.seconds)
+    print(json.dumps({"mean_us": 1e6 * statistics.fmean(lengths), "median_us": 1e6 * statistics.median(lengths), "steps": len(lengths)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Where a figure comes from (device, versions, date), and the one way in which a benchmark writes its results.
+
+A benchmark measures the checkout it lies in: importing this file puts ``src`` first on the path, for this process and for
+the programs it starts. Results are a Markdown page and the raw records beside it, ``<theme>_<device>_<yyyymm>.md`` and
+``.json``, and ``results/README.md`` is written anew from what is there. Paths of the machine are taken out of both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+SRC = ROOT / "src"
+RESULTS = HERE / "results"
+
+sys.path.insert(0, str(SRC))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])
+# `python` in a command is the Python that runs the benchmark.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+from flatout.measure.clock import today  # noqa: E402
+from flatout.plan.facts import Facts  # noqa: E402
+from flatout.plan.folder import read_json, write_json, write_whole  # noqa: E402
+from flatout.probe.machine import look  # noqa: E402
+
+# theme, the command that makes it, what it answers
+THEMES = (
+    ("overhead", "python bench/overhead.py", "What being attached costs: microseconds a step, seconds at the start"),
+    ("transparent", "python bench/open_set.py DIR --transparent", "Whether being attached changes anything: losses bit by bit, output, exit code"),
+    ("open_set", "python bench/open_set.py DIR", "What tuning brings on public training scripts, measured again in fresh processes"),
+    ("regret", "python bench/regret.py", "How far the chosen plan is from the best of an exhaustive search"),
+    ("guard", "python bench/guard.py", "False accepts and false rejects of the guard"),
+    ("tutorial", "python bench/gpu/tutorial.py", "ResNet-18 at 32x32: the tutorial, the informed one-liners, flatout"),
+    ("gpt", "python bench/gpu/gpt.py", "GPT-2 124M in plain float32: as it is, the informed one-liners, flatout"),
+)
+NEEDS_GPU = {"tutorial", "gpt"}
+COLUMNS_OF_INDEX = ("theme", "question", "device", "date", "page", "made by")
+
+
+def stamp(facts: Facts | None = None) -> dict[str, Any]:
+    """Device, versions, date and how busy the machine was when the benchmark began."""
+    facts = facts or look()
+    gpus = [gpu.name for gpu in facts.gpus]
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    from flatout import __version__
+
+    return {
+        "device": f"{', '.join(gpus) + ', ' if gpus else ''}{facts.cpu}, {facts.cores} cores, {facts.memory_bytes / 2**30:.0f} GiB",
+        "slug": _slug(gpus[0]) if gpus else "cpu",
+        "versions": {"python": facts.python, **facts.versions, "flatout": f"{__version__}{_commit()}"},
+        "date": today(),
+        "load_at_start": None if load is None else round(load, 2),
+        "command": " ".join(["python", _of_repository(sys.argv[0]), *sys.argv[1:]]),
+    }
+
+
+def _slug(gpu: str) -> str:
+    words = [word for word in gpu.lower().replace("-", " ").split() if word not in ("nvidia", "amd", "tesla", "geforce")]
+    return "".join(c for c in "_".join(words[:2] if words[:1] == ["rtx"] else words[:1]) if c.isalnum() or c == "_") or "gpu"
+
+
+def _commit() -> str:
+    """The checkout's commit in brackets, with a + where files differ from it; nothing where there is no git."""
+    try:
+        short = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain", "--", "src"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f" ({short}{'+' if changed.strip() else ''})"
+
+
+def _of_repository(path: str) -> str:
+    try:
+        return str(Path(path).resolve().relative_to(ROOT))
+    except ValueError:
+        return Path(path).name
+
+
+def provenance_lines(made: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    busy = "" if made.get("load_at_start") is None else f" Load average at the start: {made['load_at_start']}."
+    return f"Device: {made['device']}.  \nVersions: {versions}.  \nDate: {made['date']}.{busy}  \nCommand: `{made['command']}`"
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Cells are plain text; a bar inside one would end it."""
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    lines += ["| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def result_paths(theme: str, made: Mapping[str, Any], folder: Path = RESULTS) -> tuple[Path, Path]:
+    name = f"{theme}_{made['slug']}_{made['date'][:7].replace('-', '')}"
+    return folder / f"{name}.md", folder / f"{name}.json"
+
+
+def write_result(theme: str, made: Mapping[str, Any], page: str, raw: Mapping[str, Any], hidden: Mapping[str, str] | None = None,
+                 folder: Path = RESULTS) -> tuple[Path, Path]:
+    """Write the page and the raw records. ``hidden`` adds paths to those that are replaced by a word."""
+    names = _hidden({**(hidden or {})})
+    text, data = result_paths(theme, made, folder)
+    write_json(data, _without(_without({"theme": theme, "made": made, **raw}, names), {}))
+    write_whole(text, str(_without(f"{page.rstrip()}\n\n{provenance_lines(made)}\n", names)))
+    if folder == RESULTS:
+        write_index()
+    return text, data
+
+
+def read_result(theme: str, made: Mapping[str, Any], folder: Path = RESULTS) -> dict[str, Any]:
+    """What an earlier run of this month has left, or nothing."""
+    data = read_json(result_paths(theme, made, folder)[1])
+    return data if isinstance(data, dict) else {}
+
+
+def _hidden(extra: dict[str, str]) -> dict[str, str]:
+    known = {**extra, str(ROOT): ".", sys.prefix: "ENVIRONMENT", tempfile.gettempdir(): "TMP", str(Path.home()): "~"}
+    both = {**known, **{os.path.realpath(path): word for path, word in known.items()}}
+    return {path: both[path] for path in sorted(both, key=len, reverse=True) if len(path) > 3}
+
+
+def _without(thing: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(thing, str):
+        for path, word in names.items():
+            thing = thing.replace(path, word)
+        return thing
+    if isinstance(thing, Mapping):
+        return {_without(key, names): _without(value, names) for key, value in thing.items()}
+    if isinstance(thing, (list, tuple)):
+        return [_without(value, names) for value in thing]
+    if isinstance(thing, float) and thing != thing:
+        return None
+    return thing
+
+
+def write_index(folder: Path = RESULTS) -> None:
+    """``README.md`` of the results: one row for each page there is, and one for each benchmark that has none."""
+    rows = []
+    for theme, command, question in THEMES:
+        found = sorted(folder.glob(f"{theme}_*_[0-9][0-9][0-9][0-9][0-9][0-9].json"), reverse=True)
+        found = [path for path in found if path.stem.rsplit("_", 2)[0] == theme or path.stem.startswith(f"{theme}_")]
+        for path in found:
+            made = (read_json(path) or {}).get("made", {})
+            page = path.with_suffix(".md").name
+            rows.append((theme, question, made.get("device", "?"), made.get("date", "?")[:10], f"[{page}]({page})", f"`{command}`"))
+        if not found:
+            rows.append((theme, question, "a CUDA GPU is needed" if theme in NEEDS_GPU else "any", "*not run*", "", f"`{command}`"))
+    text = (
+        "# Results\n\nWritten by the benchmarks themselves; each page says device, versions, n, spread, baseline and date, and the JSON beside\n"
+        "it holds the raw records. A benchmark without a row of figures has not been run: nothing here is estimated.\n\n"
+        f"{markdown_table(COLUMNS_OF_INDEX, rows)}\n"
+    )
+    write_whole(folder / "README.md", text)
+
+
+def patience(deadline_s: float) -> float:
+    """Seconds until a deadline of the monotonic clock, never negative."""
+    return max(0.0, deadline_s - time.monotonic())

@@ -1,0 +1,126 @@
+"""DataLoaders: learned of as they are made, changed by rules, listened to as they hand out batches."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from flatout.capture.ledger import Ledger
+
+HUGE = 2**40  # endless samplers pretend to a length
+
+
+class LoaderRule:
+    """Chooses arguments of a DataLoader that is being made: ``change(dataset, arguments) -> arguments``."""
+
+    def __init__(self, change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> None:
+        self.change = change
+
+
+class Loaders:
+    """What the script asked of each DataLoader, and what it got."""
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self.rules: list[LoaderRule] = []
+        self.seen: list[dict[str, Any]] = []
+        self._dataset: Callable[[], Any] | None = None
+
+    def hear_making(self, ledger: Ledger) -> None:
+        """Wrap ``DataLoader.__init__``: persistent workers and the batch size cannot be changed any later."""
+        loader_class = self.torch.utils.data.DataLoader
+        init = loader_class.__init__
+        signature = inspect.signature(init)
+
+        @wraps(init)
+        def init_heard(loader: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                bound = signature.bind(loader, *args, **kwargs)
+            except TypeError:
+                init(loader, *args, **kwargs)  # the call is wrong: torch's own error is the right one
+                return
+            asked = dict(list(bound.arguments.items())[1:])
+            dataset = asked.get("dataset")
+            changed = dict(asked)
+            for rule in self.rules:
+                changed = rule.change(dataset, changed)
+            if changed == asked:
+                init(loader, *args, **kwargs)
+            else:
+                init(loader, **changed)
+            if self._dataset is None and hasattr(dataset, "__getitem__"):
+                self._dataset = _weakly(dataset)
+            self.seen.append(_describe(loader, dataset, asked))
+
+        ledger.set(loader_class, "__init__", init_heard)
+
+    def hear_batches(self, ledger: Ledger, scene: Any) -> None:
+        """Wrap the taking of a batch, while gradients are on: evaluation usually runs without them."""
+        iterator_class = self.torch.utils.data.dataloader._BaseDataLoaderIter
+        take = iterator_class.__next__
+
+        @wraps(take)
+        def next_heard(iterator: Any) -> Any:
+            if scene.asleep or not scene.torch.is_grad_enabled():
+                return take(iterator)
+            scene.listener.data_begin(iterator)
+            batch = take(iterator)
+            scene.listener.data_end(iterator, batch)
+            return batch
+
+        ledger.set(iterator_class, "__next__", next_heard)
+
+    def data_is_random(self) -> bool:
+        """Whether fetching a sample of the first map-style data set draws random numbers; True where it cannot be told."""
+        dataset = self._dataset() if self._dataset is not None else None
+        return dataset is None or draws_random_numbers(dataset, self.torch)
+
+
+def draws_random_numbers(dataset: Any, torch: Any) -> bool:
+    """Whether fetching a sample moves a random generator of torch, numpy or ``random``. Fetches two, and puts the generators back."""
+    numpy: Any = sys.modules.get("numpy")
+    before: Any = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        for index in (0, 1):
+            dataset[index]
+        moved = not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
+        if numpy is not None:
+            now = numpy.random.get_state()
+            moved = moved or now[2] != before[2][2] or not (now[1] == before[2][1]).all()
+        return bool(moved)
+    except Exception:
+        return True  # it cannot be told, so it is taken as random
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        if numpy is not None:
+            numpy.random.set_state(before[2])
+
+
+def _weakly(thing: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # a list, say; it lives as long as the script wants it
+        return lambda: thing
+
+
+def _describe(loader: Any, dataset: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    try:
+        length: int | None = len(dataset)
+    except Exception:
+        length = None
+    return {
+        "dataset": type(dataset).__name__,
+        "length": length if length is None or length < HUGE else None,
+        "batch_size": loader.batch_size,
+        "num_workers": loader.num_workers,
+        "asked_workers": asked.get("num_workers", 0),
+        "pin_memory": bool(loader.pin_memory),
+        "persistent_workers": bool(loader.persistent_workers),
+        "iterable": hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"),
+    }

@@ -1,0 +1,35 @@
+"""Our hooks and wrappers live in the instances of root modules; a script that pickles or copies its model gets it without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.capture.ledger import Ledger
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+BESIDES = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+def keep_out_of_pickles(torch: Any, ledger: Ledger, owner: type) -> None:
+    """Filter ``Module.__getstate__``: hooks bound to an ``owner`` and forwards marked ``flatout`` are left out."""
+    usual = torch.nn.Module.__getstate__
+    ledger.set(torch.nn.Module, "__getstate__", lambda module: _without_ours(usual(module), owner), new=True)
+
+
+def _without_ours(held: Any, owner: type) -> Any:
+    if not isinstance(held, dict):
+        return held  # a class with __slots__ has a state of another form, and none of our hooks in it
+    state = dict(held)
+    if getattr(state.get("forward"), "flatout", False):
+        del state["forward"]
+    ours: set[int] = set()
+    for name in HOOKS:
+        hooks = state.get(name) or {}
+        mine = {key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), owner)}
+        if mine:
+            state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in mine)
+            ours |= mine
+    for name in BESIDES if ours else ():
+        if name in state:
+            state[name] = type(state[name])((key, value) for key, value in state[name].items() if key not in ours)
+    return state

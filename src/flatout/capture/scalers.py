@@ -1,0 +1,50 @@
+"""GradScalers: the loss before it was scaled, and the cycles whose optimizer step was left out."""
+
+from __future__ import annotations
+
+import weakref
+from functools import wraps
+from typing import Any
+
+from flatout.capture.ledger import Ledger
+
+
+class Scalers:
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._unscaled: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+    @property
+    def enabled(self) -> list[Any]:
+        """GradScalers of the script that are switched on."""
+        return [scaler for ref in self._seen.values() if (scaler := ref()) is not None and scaler.is_enabled()]
+
+    def without_scale(self, loss: Any) -> Any:
+        """The loss that was scaled to this one, or this one itself."""
+        known = self._unscaled.pop(id(loss), None) if self._unscaled else None
+        return known[1] if known is not None and known[0]() is loss else loss
+
+    def hear(self, ledger: Ledger, scene: Any) -> None:
+        scaler_class = self.torch.amp.GradScaler
+        scale, step = scaler_class.scale, scaler_class.step
+
+        @wraps(scale)
+        def scale_heard(scaler: Any, outputs: Any) -> Any:
+            scaled = scale(scaler, outputs)
+            self._seen.setdefault(id(scaler), weakref.ref(scaler))
+            if scaled is not outputs and isinstance(scaled, self.torch.Tensor):
+                self._unscaled = {id(scaled): (weakref.ref(scaled), outputs)}
+            return scaled
+
+        @wraps(step)
+        def step_heard(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            heard = scene.optimizer_events
+            result = step(scaler, optimizer, *args, **kwargs)
+            # Infinite gradients: the optimizer was not called, but the cycle has come round all the same.
+            if scaler.is_enabled() and scene.optimizer_events == heard and not scene.asleep:
+                scene.optimizer_left_out(optimizer)
+            return result
+
+        ledger.set(scaler_class, "scale", scale_heard)
+        ledger.set(scaler_class, "step", step_heard)

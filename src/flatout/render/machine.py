@@ -1,0 +1,59 @@
+"""The machine, the software and the program of a session, as lines for a person.
+
+What a session holds of them are free mappings: whatever the prober and the Scene wrote down is shown, known or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flatout.plan.records import SessionRecord
+from flatout.render.wording import NOTHING, count, drawable, figure, one_line, several, size
+
+
+def device(session: SessionRecord) -> str:
+    """The machine in one line."""
+    machine = session.machine
+    gpus = machine.get("gpus") or ()
+    names = [one_line(gpu.get("name", "a GPU") if isinstance(gpu, Mapping) else gpu, 80) for gpu in gpus] if isinstance(gpus, (list, tuple)) else []
+    cores = f"{several(machine.get('cores'), 'core')}" if drawable(machine.get("cores")) else ""
+    processor = one_line(machine.get("cpu") or "", 100)
+    return ", ".join(part for part in [*(f"{names.count(n)} × {n}" for n in dict.fromkeys(names)), processor, cores] if part)
+
+
+# Shown by ``device``, shown elsewhere, or long and of no use to a reader.
+_NOT_LISTED = {"cpu", "cores", "gpus", "memory bytes", "cpu flags", "how", "versions"}
+_KEY_NOT_LISTED = {"command", "machine", "versions", "python"}
+MAX_FACTS = 60
+
+
+def facts(session: SessionRecord) -> list[tuple[str, str]]:
+    """The machine, the software and the program, a line each."""
+    rows = [("machine", device(session)), ("memory", size(session.machine.get("memory_bytes") or None))]
+    rows += [(name, text) for name, text in _flat(session.machine) if name not in _NOT_LISTED]
+    software = {**({"flatout": session.flatout} if session.flatout else {}), **session.versions}
+    rows.append(("software", ", ".join(f"{one_line(name, 60)} {one_line(version, 60)}" for name, version in list(software.items())[:40])))
+    rows.append(("folder", one_line(session.cwd)))
+    rows += [(f"program: {name}", text) for name, text in _flat(session.scene)]
+    rows += [(f"digest of the {name}", text) for name, text in _flat(session.key) if name not in _KEY_NOT_LISTED]
+    return [(name, text) for name, text in rows if text and text != NOTHING][:MAX_FACTS]
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        yield one_line(name, 60).replace("_", " "), one_line(_said(value), 300)
+
+
+def _said(value: Any) -> str:
+    """A value of a free mapping for a person; what is empty, false or nothing says nothing."""
+    if isinstance(value, Mapping):
+        said = {key: _said(item) for key, item in list(value.items())[:24]}
+        return ", ".join(f"{key} {text}" for key, text in said.items() if text)
+    if isinstance(value, (list, tuple)):
+        return "; ".join(text for item in value[:24] if (text := _said(item)))
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    if isinstance(value, (int, float)):
+        return count(value) if value == drawable(value) and value == int(value) else figure(value)
+    return "" if value is None else str(value)

@@ -1,0 +1,60 @@
+"""What a trial notes of the training itself: losses, batches, weights. Nothing here waits for the device before it must."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.measure import parity
+
+HASHED_BATCHES = 32
+KEPT_LOSSES = 100_000
+DIGEST_STEPS = (1, 2, 4, 8, 16, 32)  # the weights are digested after these steps
+
+
+class Recorder:
+    def __init__(self, torch: Any, scene: Any) -> None:
+        self.torch = torch
+        self.scene = scene
+        self.loss_steps: list[int] = []
+        self.batch_hashes: list[str] = []
+        self.batch_statistics: list[list[float]] = []
+        self.weights_digests: dict[str, str] = {}
+        self.from_loader = False
+        self.samples = 0
+        self._losses: list[Any] = []
+
+    def loss(self, losses: tuple[Any, ...]) -> None:
+        """Keep what a backward pass starts from; a copy, because scripts scale their loss in place afterwards."""
+        if len(self._losses) < KEPT_LOSSES:
+            self._losses.append([loss.detach().clone() for loss in losses] if len(losses) > 1 else losses[0].detach().clone())
+            self.loss_steps.append(self.scene.steps)
+
+    def batch(self, batch: Any, describe: bool) -> None:
+        """A batch from a DataLoader. Describing it costs time, and is done while the program warms up."""
+        self.from_loader = True
+        first = next(parity.tensors_in(batch, self.torch), None)
+        if first is not None and first.dim():
+            self.samples += len(first)
+        if describe and len(self.batch_hashes) < HASHED_BATCHES:
+            self.batch_hashes.append(parity.digest(parity.tensors_in(batch, self.torch), self.torch))
+            self.batch_statistics.extend(parity.batch_statistics(batch, self.torch))
+
+    def model_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Without a DataLoader the first tensor that enters a root module stands for the batch."""
+        if not self.from_loader and len(self.batch_hashes) < HASHED_BATCHES:
+            first = next(parity.tensors_in((args, kwargs), self.torch), None)
+            if first is not None:
+                self.batch_hashes.append(parity.digest([first], self.torch))
+
+    def step(self, steps: int) -> None:
+        if steps in DIGEST_STEPS:
+            buffers = [b for root in self.scene.roots for b in root.buffers()]
+            self.weights_digests[str(steps)] = parity.digest([*self.scene.parameters, *buffers], self.torch)
+
+    def losses(self) -> list[str]:
+        """Hexadecimal floats, one for each backward pass. Waits for the device, so it is called between blocks only."""
+        for at, loss in enumerate(self._losses):
+            if not isinstance(loss, str):
+                parts = loss if isinstance(loss, list) else [loss]
+                self._losses[at] = float(sum(float(part.double().mean()) for part in parts)).hex()
+        return self._losses

@@ -1,0 +1,113 @@
+"""The levers of one search: which values the program allows, what was measured of them, how each ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.levers import TABLE
+from flatout.plan.lever import Lever, Value
+from flatout.plan.plan import Choice, Plan, spell
+from flatout.plan.records import Contest, LeverRecord, Ratio
+from flatout.plan.words import Effect, Origin, Status
+
+WORTH_COMBINING = 1.01
+HARMLESS = 0.97  # the low end of a winner's interval
+PLAINLY_FASTER = 1.05  # or a median like this, over at least three rounds: confirmation will tell
+
+NO_TIME = "there was no time left to measure it"
+
+
+@dataclass
+class Candidate:
+    """One lever in this search. ``value`` and ``ratio`` belong to the best value measured so far."""
+
+    lever: Lever
+    values: tuple[Value, ...]
+    effect: Effect
+    value: Value | None = None
+    ratio: Ratio | None = None
+    how: str = ""
+    reason: str = ""
+    status: Status = Status.SKIPPED
+    won: bool = False
+
+    @property
+    def choice(self) -> Choice:
+        if self.value is None:
+            raise ValueError(f"no value of {self.lever.name} has been chosen yet")
+        return Choice(self.lever.name, self.value, Origin.TUNER)
+
+    @property
+    def open(self) -> bool:
+        """Still to be measured."""
+        return bool(self.values) and self.ratio is None and self.status is Status.SKIPPED
+
+    def measured(self, value: Value, ratio: Ratio, how: str) -> None:
+        """Note a ratio; the best value counts, and says whether the lever is worth combining."""
+        if self.ratio is None or ratio.median > self.ratio.median:
+            self.value, self.ratio, self.how = value, ratio, how
+        best = self.ratio
+        faster = best.median >= WORTH_COMBINING and best.low >= HARMLESS
+        self.won = faster or (best.median >= PLAINLY_FASTER and best.n >= 3)
+        if self.won:
+            self.status, self.reason = Status.SKIPPED, "won alone; the search ended before it was confirmed"
+        else:
+            self.reject("slower here" if best.high < 1.0 else "no gain that stands out from the noise")
+
+    def reject(self, reason: str) -> None:
+        self.status, self.reason, self.won = Status.REJECTED, reason, False
+
+    def record(self) -> LeverRecord:
+        ratio = self.ratio
+        return LeverRecord(self.lever.name, self.value, self.status.value, ratio.median if ratio else None, ratio.low if ratio else None,
+                           ratio.high if ratio else None, ratio.n if ratio else 0, self.reason, self.effect.value, self.how)
+
+
+def consider(options: dict[str, Any], effects: frozenset[Effect], only: frozenset[str] | None) -> dict[str, Candidate]:
+    """What every lever said of the program, narrowed by what the person asked for."""
+    found = {}
+    for lever in TABLE:
+        answer = options[lever.name]
+        if "skip" in answer:
+            found[lever.name] = Candidate(lever, (), lever.effect, reason=answer["skip"])
+            continue
+        effect = Effect(answer["effect"]) if answer["effect"] else lever.effect
+        if only is not None and lever.name not in only:
+            found[lever.name] = Candidate(lever, (), effect, reason="it was not among the levers asked for")
+        elif effect not in effects:
+            found[lever.name] = Candidate(lever, (), effect, reason=f"its effect here is {effect}, which was not asked for")
+        else:
+            found[lever.name] = Candidate(lever, tuple(answer["values"]), effect, reason=NO_TIME)
+    return found
+
+
+def recall(todo: Iterable[Candidate], contests: Iterable[Contest]) -> list[Candidate]:
+    """Take over what an interrupted session has measured; answer the candidates that still have something open."""
+    known = {c.plan: c for c in contests if c.against == "plain" and c.how in ("live", "processes")}
+    left = []
+    for candidate in todo:
+        values = []
+        for value in candidate.values:
+            old = known.get(spell(candidate.lever.name, value))
+            if old is None:
+                values.append(value)
+            elif old.ratio is None or old.low is None or old.high is None:
+                candidate.reject(old.note)
+            else:
+                candidate.measured(value, Ratio(old.ratio, old.low, old.high, old.n), old.how)
+        candidate.values = tuple(values)
+        if values and candidate.status is Status.SKIPPED:
+            left.append(candidate)
+    return left
+
+
+def plan_of(candidates: Iterable[Candidate]) -> Plan:
+    """Their choices, in the order in which levers act."""
+    order = [lever.name for lever in TABLE]
+    return Plan(tuple(sorted((c.choice for c in candidates), key=lambda choice: order.index(choice.name))))
+
+
+def widest(candidates: Iterable[Candidate]) -> Effect:
+    return max((c.effect for c in candidates), key=lambda effect: effect.rank)

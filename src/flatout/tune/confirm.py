@@ -1,0 +1,181 @@
+"""Confirmation: fresh pairs of processes, plain and tuned, each pair with a seed of its own. Speed and guard come from the same runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from flatout.engine.guard import judge
+from flatout.measure.clock import seconds
+from flatout.measure.statistics import Round, compare, median
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.records import GuardRecord, Ratio, Side, TrialRecord
+from flatout.plan.words import Effect, Origin, Status
+from flatout.trial.parent import ProgramGone, Trial
+from flatout.tune.arena import Entrant, LeverFailed, ask_replica
+from flatout.tune.candidates import Candidate, plan_of, widest
+from flatout.tune.races import COMPILE_S
+from flatout.tune.tuning import PAIRS, Tuning, why_gone
+
+OVERRUN = 0.15  # of the budget, to finish the third pair
+FLOOR_CAP = 0.02  # an unlucky A/A must not hide a gain that three pairs agree on
+START_NOISE = 0.25  # two starts of one program differ by this without any reason
+
+
+def replica(tuning: Tuning, plain: Trial, tuned: list[Candidate]) -> dict[str, Any] | None:
+    """One step of the observed program done again under the live levers, beside float64. Levers that fail are rejected."""
+    checked = [c for c in tuned if c.effect is not Effect.EXACT and c.lever.live]
+    if not checked or tuning.arena.unit != "step" or plain not in tuning.arena.running:
+        return None
+    tuning.watcher.stage("guard", "one step done again plainly, under the levers, and in float64")
+    patience_s = 60 + 40 * tuning.arena.tick_ms / 1000 + (COMPILE_S if any(c.lever.warms_up for c in checked) else 0)
+
+    def failing(candidates: Sequence[Candidate]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        answer = ask_replica(plain, [c.choice for c in candidates], patience_s)
+        return answer, [check for check in answer.get("checks", ()) if not check["passed"]]
+
+    try:
+        tuning.arena.switch(plain, ())
+        answer, wrong = failing(checked)
+        if wrong and len(checked) > 1 and tuning.end_s - seconds() > PAIRS * tuning.pair_s:
+            for candidate in checked:
+                _, alone = failing([candidate])
+                if alone:
+                    candidate.reject(f"the guard: {alone[0]['why']}")
+            checked = [c for c in checked if c.won]
+            answer, wrong = failing(checked) if checked else ({"checks": []}, [])
+        if wrong:
+            for candidate in checked:
+                candidate.reject(f"the guard: {wrong[0]['why']}")
+            return None
+        return answer
+    except ProgramGone as gone:
+        return {"failure": f"the program did not survive the replica of a step ({why_gone(gone)})"}
+
+
+def keep_first_record(tuning: Tuning, plain: Trial) -> None:
+    """The observed program had seed 0 and was plain until the races: its first losses tell whether the script repeats itself."""
+    if plain in tuning.arena.running:
+        record = plain.finish()
+        record.losses = record.losses[:record.warmup_steps]
+        tuning.first_plain = record
+        tuning.arena.dismiss(plain)
+
+
+def settle(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, Any] | None) -> None:
+    """Confirm the combination; where it fails, what is exact of it; where that fails too, the plain program stays."""
+    attempts = [(tuned, replica_answer)]
+    exact = [c for c in tuned if c.effect is Effect.EXACT]
+    if exact and len(exact) < len(tuned):
+        attempts.append((exact, None))
+    for at, (attempt, answer) in enumerate(attempts):
+        if not attempt or (at and tuning.end_s - seconds() < 2 * tuning.pair_s):
+            continue
+        if _confirm(tuning, attempt, answer):
+            for candidate in tuned:
+                if candidate not in attempt:
+                    candidate.status = Status.REJECTED
+            return
+    _stay_plain(tuning, tuned)
+
+
+def _confirm(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, Any] | None) -> bool:
+    plan, session, start_s = plan_of(tuned), tuning.session, seconds()
+    pairs: list[list[Round]] = []
+    records: list[tuple[TrialRecord, TrialRecord]] = []
+    while len(pairs) < PAIRS or (len(pairs) < 2 * PAIRS and tuning.end_s - seconds() > 1.1 * tuning.pair_s):
+        if pairs and seconds() > tuning.end_s + OVERRUN * tuning.goal.budget_s:
+            break
+        tuning.watcher.stage("confirming", f"pair {len(pairs) + 1}: {plan.describe()} against the plain program, fresh processes")
+        try:
+            rounds, plain_record, tuned_record = _pair(tuning, plan, seed=len(pairs))
+        except (ProgramGone, LeverFailed) as error:
+            tuning.note(plan.describe(), "fresh pairs", None, why_gone(error), start_s)
+            return _refuse(tuned, f"in fresh processes: {why_gone(error)}")
+        pairs.append(rounds)
+        records.append((plain_record, tuned_record))
+        tuning.watcher.contest(plan.describe(), compare(pairs), f"pair {len(pairs)}")
+    ratio = compare(pairs)
+    tuning.note(plan.describe(), "fresh pairs", ratio, "", start_s)
+    session.guard = judge(widest(tuned), [p for p, _ in records], [t for _, t in records], replica_answer, tuning.first_plain)
+    _fill(session.baseline, Plan(), [p for p, _ in records], [r.a_ms for pair in pairs for r in pair])
+    _fill(session.best, plan, [t for _, t in records], [r.b_ms for pair in pairs for r in pair])
+    session.payback_steps = _payback(session.baseline, session.best, any(c.lever.warms_up for c in tuned))
+    if session.guard.verdict == "failed":
+        return _refuse(tuned, f"the guard: {session.guard.why}")
+    if ratio.low <= 1.0 or ratio.median <= 1 + min(tuning.floor, FLOOR_CAP):
+        return _refuse(tuned, f"together {ratio.sentence()} in fresh processes: no gain that stands out from the noise")
+    if not _repaid(tuning):
+        return _refuse([c for c in tuned if c.lever.warms_up], f"its warm-up is repaid after {session.payback_steps} steps, beyond the horizon")
+    session.speedup = ratio
+    for candidate in tuned:
+        candidate.status, candidate.reason = Status.APPLIED, ""
+    session.best.plan = _with_evidence(tuned, ratio, session.key).to_json()
+    return True
+
+
+def _refuse(tuned: Sequence[Candidate], reason: str) -> bool:
+    for candidate in tuned:
+        candidate.reason = reason
+    return False
+
+
+def _pair(tuning: Tuning, plan: Plan, seed: int) -> tuple[list[Round], TrialRecord, TrialRecord]:
+    entrants: list[Entrant] = []
+    try:
+        # Who starts first changes from pair to pair: the machine may warm up, or tire, in between.
+        for mine in (Plan(), plan) if seed % 2 == 0 else (plan, Plan()):
+            entrants.append(tuning.enter(mine, seed))
+        plain, tuned = entrants if seed % 2 == 0 else reversed(entrants)
+        rounds = tuning.arena.pair(plain.trial, tuned.trial, tuning.rounds, seconds() + 2 * tuning.pair_s)
+        return rounds, plain.trial.finish(), tuned.trial.finish()
+    finally:
+        for entrant in entrants:
+            tuning.arena.dismiss(entrant.trial)
+
+
+def _fill(side: Side, plan: Plan, records: Sequence[TrialRecord], times_ms: Sequence[float]) -> None:
+    side.plan = plan.to_json()
+    side.step_ms = median(times_ms)
+    side.unit = records[0].unit
+    per_step = [r.samples_per_step for r in records if r.samples_per_step]
+    side.samples_per_s = per_step[0] / side.step_ms * 1000 if per_step else None
+    side.phases = records[0].phases
+    side.peak_memory_bytes = max((r.peak_memory_bytes or 0 for r in records), default=0) or None
+    side.warmup_ms = median([r.warmup_ms for r in records])
+    side.steps = sum(r.steps for r in records)
+
+
+def _payback(plain: Side, tuned: Side, warms_up: bool) -> int | None:
+    """After how many steps a longer start is repaid: 0 where there is nothing to repay, None where it never is."""
+    if plain.step_ms is None or tuned.step_ms is None or tuned.step_ms >= plain.step_ms:
+        return None
+    extra = tuned.warmup_ms - plain.warmup_ms
+    if extra <= (0.05 if warms_up else START_NOISE) * plain.warmup_ms:
+        return 0
+    return math.ceil(extra / (plain.step_ms - tuned.step_ms))
+
+
+def _repaid(tuning: Tuning) -> bool:
+    steps = tuning.session.payback_steps
+    return steps is not None and steps * (tuning.session.baseline.step_ms or 0.0) / 1000 <= tuning.goal.horizon_s
+
+
+def _with_evidence(tuned: Sequence[Candidate], ratio: Ratio, key: dict[str, Any]) -> Plan:
+    choices = []
+    for choice in plan_of(tuned):
+        alone = next(c.ratio for c in tuned if c.lever.name == choice.name)
+        said = f"alone {alone.sentence()}" if alone else "measured only together with the others"
+        choices.append(Choice(choice.name, choice.value, Origin.TUNER, f"{said}; the whole plan {ratio.sentence()}"))
+    return Plan(tuple(choices), key)
+
+
+def _stay_plain(tuning: Tuning, tuned: Sequence[Candidate]) -> None:
+    session = tuning.session
+    for candidate in tuned:
+        candidate.status = Status.REJECTED
+    session.best = Side(**{**session.baseline.__dict__, "plan": Plan((), session.key).to_json()})
+    session.speedup = session.payback_steps = None
+    if session.guard.verdict != "failed":
+        session.guard = GuardRecord("same", "the plain program stays as it is")

@@ -1,0 +1,190 @@
+"""Levers against the plain program: live ones inside it, the others in processes of their own; then the winners together."""
+
+from __future__ import annotations
+
+import math
+
+from flatout.measure.clock import seconds
+from flatout.plan.lever import Value
+from flatout.plan.plan import Choice, Plan, spell
+from flatout.plan.words import Effect, Moment, Origin
+from flatout.trial.parent import ProgramGone, Trial
+from flatout.tune.arena import Entrant, LeverFailed
+from flatout.tune.candidates import Candidate, plan_of, recall
+from flatout.tune.tuning import Tuning, why_gone
+
+LIVE_SHARE = 0.5  # of the exploring; processes need the other half
+LONGEST_LIVE_S = 12.0
+COMPILE_S = 75.0  # what a first compilation is given
+MOST_ENTRANTS = 7
+FEWEST_RACE_ROUNDS = 2
+RACE_ROUNDS = 12
+VALUES_A_LEVER = 4
+
+
+def live_race(tuning: Tuning, plain: Trial) -> None:
+    """One live lever after another, switched on and off in the observed program; cheap ones first."""
+    arena = tuning.arena
+    if arena.unit != "step":
+        return  # inside a closure nothing may be switched
+    todo = [c for c in tuning.candidates.values() if c.open and c.lever.live]
+    todo = recall(sorted(todo, key=lambda c: c.lever.warms_up), tuning.session.contests)
+    until_s = seconds() + LIVE_SHARE * max(0.0, tuning.explore_until_s - seconds())
+    for at, candidate in enumerate(todo):
+        left_s = until_s - seconds()
+        if left_s < (COMPILE_S if candidate.lever.warms_up else 6 * arena.block_s):
+            continue
+        values = candidate.values[:2]
+        for value in values:
+            _live_contest(tuning, plain, candidate, value, seconds() + min(LONGEST_LIVE_S, left_s / (len(todo) - at) / len(values)))
+            if plain not in arena.running:
+                return
+        tuning.save()
+
+
+def _live_contest(tuning: Tuning, plain: Trial, candidate: Candidate, value: Value, until_s: float) -> None:
+    choice, arena, start_s = Choice(candidate.lever.name, value, Origin.TUNER), tuning.arena, seconds()
+    name = spell(choice.name, choice.value)
+    tuning.watcher.stage("live race", f"{name}, switched on and off in the running program")
+    try:
+        if candidate.lever.warms_up:
+            arena.switch(plain, (choice,), COMPILE_S)
+            for _ in range(3):
+                arena.run(plain, 2)
+            until_s = max(until_s, seconds() + 8 * arena.block_s)
+        ratio = arena.live(plain, (), (choice,), until_s, heard=lambda r: tuning.watcher.contest(name, r))
+        arena.switch(plain, ())
+    except (LeverFailed, ProgramGone) as error:
+        survives = isinstance(error, LeverFailed)
+        candidate.reject(why_gone(error) if survives else f"the program does not survive it: {why_gone(error)}")
+        tuning.note(name, "live", None, candidate.reason, start_s)
+        if not survives:
+            arena.dismiss(plain)
+        return
+    tuning.note(name, "live", ratio, "", start_s)
+    candidate.measured(value, ratio, "live")
+
+
+def process_race(tuning: Tuning, plain: Entrant) -> None:
+    """Levers that act before the program starts, or while its loaders are made; and A/A, the plain program again."""
+    arena = tuning.arena
+    if plain.trial not in arena.running:
+        return
+    closed = arena.unit != "step"  # where nothing can be switched live, early levers race here
+    levers = [c for c in tuning.candidates.values() if c.open and (not c.lever.live or (closed and c.lever.moment is Moment.IMPORT))]
+    levers = recall(levers, tuning.session.contests)
+    wanted: list[tuple[Candidate | None, Value]] = [(c, v) for depth in range(VALUES_A_LEVER) for c in levers for v in c.values[depth:depth + 1]]
+    if tuning.session.noise_floor is None:
+        wanted.insert(min(2, len(wanted)), (None, True))
+    entrants: list[tuple[Candidate | None, Value, Entrant]] = []
+    for candidate, value in wanted[:MOST_ENTRANTS]:
+        # One more must leave time to start it, and for a few rounds of all of them.
+        blocks_s = FEWEST_RACE_ROUNDS * arena.block_s * (len(entrants) + 3)
+        if tuning.explore_until_s - seconds() < tuning.start_cost_s + blocks_s:
+            break
+        entrant = _start(tuning, candidate, value)
+        if entrant is not None:
+            entrants.append((candidate, value, entrant))
+    if entrants:
+        _take_turns(tuning, plain, entrants)
+
+
+def _start(tuning: Tuning, candidate: Candidate | None, value: Value) -> Entrant | None:
+    plan = Plan() if candidate is None else Plan((Choice(candidate.lever.name, value, Origin.TUNER),))
+    tuning.watcher.stage("starting", "the plain program again (A/A)" if candidate is None else f"a program with {plan.describe()}")
+    start_s = seconds()
+    try:
+        return tuning.enter(plan, patience_s=60 + 4 * tuning.start_cost_s)
+    except (ProgramGone, LeverFailed) as error:
+        if candidate is not None:
+            if candidate.ratio is None:
+                candidate.reject(f"the program does not survive it: {why_gone(error)}" if isinstance(error, ProgramGone) else why_gone(error))
+            tuning.note(plan.describe(), "processes", None, why_gone(error), start_s)
+        return None
+
+
+def _take_turns(tuning: Tuning, plain: Entrant, entrants: list[tuple[Candidate | None, Value, Entrant]]) -> None:
+    arena, start_s = tuning.arena, seconds()
+    tuning.watcher.stage("race", f"{len(entrants)} programs take turns with the plain one")
+    names = {id(e): "A/A" if c is None else e.plan.describe() for c, _, e in entrants}
+    left_s = tuning.explore_until_s - seconds()
+    kept_s = tuning.start_cost_s + 20 * arena.block_s  # for taking winners away again
+    until_s = seconds() + min(max(RACE_ROUNDS * arena.block_s * (len(entrants) + 2), 15.0), max(left_s - kept_s, 0.6 * left_s))
+    verdicts = arena.processes(plain.trial, [e for _, _, e in entrants], until_s, heard=lambda e, r: tuning.watcher.contest(names[id(e)], r))
+    for at, (candidate, value, entrant) in enumerate(entrants):
+        arena.dismiss(entrant.trial)
+        verdict, name = verdicts[at], names[id(entrant)]
+        if isinstance(verdict, str):
+            if candidate is not None and candidate.ratio is None:
+                candidate.reject(f"the program does not survive it: {verdict}")
+            tuning.note(name, "processes", None, verdict, start_s)
+            continue
+        tuning.note(name, "processes", verdict, "", start_s)
+        if candidate is not None:
+            candidate.measured(value, verdict, "processes")
+        else:
+            tuning.session.noise_floor = verdict
+            tuning.floor = max(0.01, abs(math.log(verdict.median)))
+    tuning.save()
+
+
+def combine(tuning: Tuning) -> list[Candidate]:
+    """The winners together, and each live one taken away again: what is not missed stays off."""
+    winners = [c for c in tuning.candidates.values() if c.won]
+    if not winners and tuning.explore_until_s <= seconds():
+        winners = _untried(tuning)
+    if len(winners) < 2 or seconds() + tuning.start_cost_s + 6 * tuning.arena.block_s * len(winners) > tuning.explore_until_s:
+        return winners
+    plan, start_s = plan_of(winners), seconds()
+    tuning.watcher.stage("combining", plan.describe())
+    try:
+        together = tuning.enter(plan)
+    except (ProgramGone, LeverFailed) as error:
+        tuning.note(plan.describe(), "processes", None, why_gone(error), start_s)
+        best = max(winners, key=lambda c: c.ratio.median if c.ratio else 0.0)
+        for candidate in winners:
+            if candidate is not best:
+                candidate.reject(f"it does not work together with {best.lever.name}: {why_gone(error)}")
+        return [best]
+    try:
+        return _take_away(tuning, together.trial, winners)
+    finally:
+        tuning.arena.dismiss(together.trial)
+
+
+def _untried(tuning: Tuning) -> list[Candidate]:
+    """No time to race at all (a step of many seconds): what is exact and needs no warm-up goes straight to confirmation."""
+    live_allowed = tuning.arena.unit == "step"
+    likely = [c for c in tuning.candidates.values() if c.open and c.effect is Effect.EXACT and not c.lever.warms_up
+              and (live_allowed or c.lever.moment in (Moment.PROCESS, Moment.IMPORT)) and c.lever.moment is not Moment.LOADER]
+    for candidate in likely:
+        candidate.value, candidate.how, candidate.won = candidate.values[0], "confirmation only", True
+    return likely
+
+
+def _take_away(tuning: Tuning, together: Trial, winners: list[Candidate]) -> list[Candidate]:
+    arena, kept = tuning.arena, list(winners)
+    live = [c for c in winners if c.lever.live and arena.unit == "step"]
+    for at, candidate in enumerate(live):
+        left_s = tuning.explore_until_s - seconds()
+        if left_s < 6 * arena.block_s or len(kept) < 2:
+            break
+        on = [c.choice for c in kept if c.lever.live]
+        off = [choice for choice in on if choice.name != candidate.lever.name]
+        name, start_s = candidate.lever.name, seconds()
+        tuning.watcher.stage("taking away", name)
+        try:
+            ratio = arena.live(together, off, on, seconds() + min(LONGEST_LIVE_S, left_s / (len(live) - at)),
+                               heard=lambda r, name=name: tuning.watcher.contest(f"{name}, beside the others", r))  # type: ignore[misc]
+        except (LeverFailed, ProgramGone) as error:
+            candidate.reject(f"it fails together with the others: {why_gone(error)}")
+            kept.remove(candidate)
+            if isinstance(error, ProgramGone):
+                break
+            continue
+        whole = plan_of(kept).describe()
+        tuning.note(whole, "live", ratio, "taking away", start_s, against=f"the same without {name}")
+        if ratio.median < 1.003:  # ties go to the smaller plan
+            kept.remove(candidate)
+            candidate.reject(f"beside the others it brings nothing: {ratio.sentence()}")
+    return kept

@@ -1,0 +1,112 @@
+"""The state of one search, passed from stage to stage: the clock, the candidates, the records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flatout.launch.command import Command
+from flatout.measure.clock import seconds
+from flatout.plan.facts import Facts
+from flatout.plan.folder import JobFolder
+from flatout.plan.plan import Plan
+from flatout.plan.records import Contest, Ratio, SessionRecord, TrialRecord
+from flatout.plan.words import Effect
+from flatout.trial.parent import ProgramGone
+from flatout.tune.arena import Arena, Entrant, LeverFailed
+from flatout.tune.candidates import Candidate
+
+PAIRS = 3
+ROUNDS_OF_A_PAIR = 6
+PAIR_S = 6.0  # a pair's blocks need not last longer than this
+CONFIRM_SHARE = 0.55  # of the budget at most is kept back for confirming
+
+
+class Watcher:
+    """What a person in front of the search sees. Every method does nothing."""
+
+    def stage(self, name: str, detail: str = "") -> None: ...
+    def contest(self, plan: str, ratio: Ratio | None, note: str = "") -> None: ...
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What was asked for. ``horizon_s`` is how long the real job will run: a warm-up must be repaid within it."""
+
+    budget_s: float
+    effects: frozenset[Effect] = frozenset({Effect.EXACT, Effect.ROUNDING, Effect.RESAMPLED})
+    only: frozenset[str] | None = None
+    horizon_s: float = 3600.0
+
+
+@dataclass
+class Tuning:
+    command: Command
+    job: JobFolder
+    facts: Facts
+    session: SessionRecord
+    goal: Goal
+    watcher: Watcher = field(default_factory=Watcher)
+    save_session: Callable[[SessionRecord], None] = lambda session: None
+
+    def __post_init__(self) -> None:
+        self.start_s = seconds() - self.session.spent_s
+        self.arena = Arena(self.command, self.job, self.facts)
+        self.candidates: dict[str, Candidate] = {}
+        self.floor = 0.01  # a gain below this is not told from none
+        self.start_cost_s = 5.0  # of one program, until its steps are steady
+        self.first_plain: TrialRecord | None = None
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    @property
+    def spent_s(self) -> float:
+        return seconds() - self.start_s
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.goal.budget_s
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of one confirming pair."""
+        return max(2, min(ROUNDS_OF_A_PAIR, int(PAIR_S / max(self.arena.block_s, 0.1))))
+
+    @property
+    def pair_s(self) -> float:
+        """What one confirming pair costs: two starts and its blocks."""
+        return 2 * (self.start_cost_s + self.rounds * self.arena.block_s) * 1.05 + 1
+
+    @property
+    def explore_until_s(self) -> float:
+        return self.end_s - min(PAIRS * self.pair_s, CONFIRM_SHARE * self.goal.budget_s)
+
+    # -- programs and records ---------------------------------------------------------------------------------------
+
+    def enter(self, plan: Plan, seed: int = 0, patience_s: float | None = None) -> Entrant:
+        """A program under a plan, ready and held. Raises ProgramGone, or LeverFailed where a lever could not be applied."""
+        entrant = self.arena.enter(plan, seed, patience_s or 120 + 4 * self.start_cost_s)
+        for left in entrant.trial.ready.get("skipped", ()):
+            self.arena.dismiss(entrant.trial)
+            raise LeverFailed(left["name"], left["reason"])
+        return entrant
+
+    def note(self, plan: str, how: str, ratio: Ratio | None, note: str, start_s: float, against: str = "plain") -> None:
+        self.watcher.contest(plan, ratio, note)
+        contest = Contest(plan, against, how, None, None, None, 0, note, round(seconds() - start_s, 1))
+        if ratio is not None:
+            contest.ratio, contest.low, contest.high, contest.n = ratio.median, ratio.low, ratio.high, ratio.n
+        self.session.contests.append(contest)
+        self.save()
+
+    def save(self) -> None:
+        self.session.spent_s = round(self.spent_s, 1)
+        self.session.levers = [candidate.record() for candidate in self.candidates.values()]
+        self.save_session(self.session)
+
+
+def why_gone(error: ProgramGone | LeverFailed) -> str:
+    """The last line of what a program or a lever said as it failed."""
+    text = error.record.reason if isinstance(error, ProgramGone) else error.reason
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return lines[-1][:240] if lines else "it ended without a word"

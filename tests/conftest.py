@@ -1,0 +1,176 @@
+"""Real programs under the real command line. Each run is marked in its environment, so that a process left behind is found."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+MARK = "FLATOUT_TEST_RUN"
+GRACE_S = 8.0  # how long a program that was told to go may take
+
+# Speed is not what is tested: a slow machine must not fail a law.
+settings.register_profile("flatout", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+settings.load_profile("flatout")
+
+TINY = '''\
+"""Regression on invented data: one linear network, one optimizer, a loss line now and then. Ends after STEPS steps."""
+import os
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for step in range(int(os.environ.get("STEPS", "1000000"))):
+    x = torch.randn(64, 8)
+    y = x.sum(1, keepdim=True)
+    optimizer.zero_grad()
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    if step < 50:
+        print("loss", step, loss.item().hex(), flush=True)
+print("done", flush=True)
+'''
+
+
+@dataclass
+class Done:
+    """How a run ended. ``left`` are the command lines of processes that it left behind (and that were then ended)."""
+
+    code: int
+    out: str
+    err: str
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def said(self) -> list[str]:
+        """What flatout itself said on standard error."""
+        return [line for line in self.err.splitlines() if line.startswith("flatout: ")]
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Living processes of a run: number and command line."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z" and f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+    return found
+
+
+class Flatout:
+    """The command line, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._begun: list[str] = []
+
+    def environment(self, more: Mapping[str, str] = {}) -> dict[str, str]:  # noqa: B006 - never changed
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("FLATOUT_", "PYTEST_", "MALLOC_")) and k not in ("LD_PRELOAD", "PYTHONPATH")}
+        mark = uuid.uuid4().hex
+        self._begun.append(mark)
+        return {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "COLUMNS": "120",
+                MARK: mark, **more}
+
+    def start(self, *words: str, env: Mapping[str, str] = {}, cwd: Path | None = None, prefix: Sequence[str] = (), stdin: int | None = None,  # noqa: B006
+              python: Sequence[str] | None = None) -> subprocess.Popen[str]:
+        command = [*prefix, *(python if python is not None else [sys.executable, "-m", "flatout"]), *words]
+        return subprocess.Popen(command, cwd=cwd or self.folder, env=self.environment(env), stdin=stdin if stdin is not None else subprocess.DEVNULL,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def __call__(self, *words: str, stdin: str | None = None, timeout: float = 120, **options) -> Done:
+        process = self.start(*words, stdin=subprocess.PIPE if stdin is not None else None, **options)
+        return self.finish(process, stdin, timeout)
+
+    def plain(self, *words: str, **options) -> Done:
+        """The same program without flatout."""
+        return self(*words, python=[], **options)
+
+    def finish(self, process: subprocess.Popen[str], stdin: str | None = None, timeout: float = 120) -> Done:
+        mark = self._begun[-1]
+        try:
+            out, err = process.communicate(stdin, timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            self._end(mark)
+            pytest.fail(f"{process.args} did not end within {timeout} s\n{out[-2000:]}\n{err[-4000:]}")
+        return Done(process.returncode, out, err, self._end(mark))
+
+    def _end(self, mark: str) -> list[str]:
+        until = time.monotonic() + GRACE_S
+        while (left := marked(mark)) and time.monotonic() < until:
+            time.sleep(0.05)
+        for number in left:
+            try:
+                os.kill(number, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        return sorted(left.values())
+
+    def close(self) -> None:
+        for mark in self._begun:
+            for number in marked(mark):
+                try:
+                    os.kill(number, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+
+
+@pytest.fixture
+def flatout(tmp_path: Path) -> Iterator[Flatout]:
+    """``flatout("run", "python", "train.py")`` in ``flatout.folder``, an empty folder."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    cli = Flatout(folder)
+    yield cli
+    cli.close()
+
+
+@pytest.fixture(scope="session")
+def flatout_in() -> Iterator[Callable[[Path], Flatout]]:
+    """The command line in a folder that outlives one test."""
+    made: list[Flatout] = []
+
+    def make(folder: Path) -> Flatout:
+        folder.mkdir(parents=True, exist_ok=True)
+        made.append(Flatout(folder))
+        return made[-1]
+
+    yield make
+    for cli in made:
+        cli.close()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> str:
+    """The source of a small training script."""
+    return TINY
+
+
+@pytest.fixture
+def script(flatout: Flatout) -> Callable[..., Path]:
+    """``script(source)`` writes train.py into the run's folder."""
+
+    def write(source: str, name: str = "train.py") -> Path:
+        path = flatout.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+        return path
+
+    return write

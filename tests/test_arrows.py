@@ -1,0 +1,288 @@
+"""The house rules, read from the source of every file: arrows between rooms, owners of side effects, light imports.
+
+The rules themselves are functions over one source text, so that each is also shown a source that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flatout
+
+HOME = Path(flatout.__file__).parent
+FILES = sorted(path.relative_to(HOME).as_posix() for path in HOME.rglob("*.py"))
+
+NUMBER = {"plan": 0, "kernels": 1, "pipeline": 1, "probe": 1, "measure": 1, "capture": 1, "state": 1, "launch": 1, "render": 1,
+          "levers": 2, "engine": 2, "trial": 3, "tune": 4, "diagnose": 4, "cli": 5}
+BELOW_TRIAL = {room for room, number in NUMBER.items() if number <= 2}
+MAY_IMPORT = {
+    "plan": set(), "kernels": set(), "pipeline": set(),
+    "probe": {"plan"}, "measure": {"plan"}, "capture": {"plan"}, "state": {"plan"}, "launch": {"plan"}, "render": {"plan"},
+    "levers": {"plan", "kernels", "pipeline"},
+    "engine": {"plan", "capture", "measure", "state"},
+    "trial": BELOW_TRIAL,
+    "tune": {"plan", "levers", "measure", "trial", "engine", "launch"},
+    "diagnose": {"plan", "levers", "measure", "trial", "engine", "launch"},
+    "cli": set(NUMBER) - {"cli"},
+}
+# What may be imported as a file is loaded, beside the standard library. Everything else waits inside a function.
+HEAVY_AT_TOP = {"kernels": {"torch", "triton"}, "pipeline": {"torch"}, "cli": {"click", "rich"},
+                "render": {"rich", "jinja2", "markupsafe", "plotly"}}
+FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "core", "manager"}
+
+MAY_PATCH = {"capture/ledger.py"}
+MAY_SET_OWN = {"plan/records.py"}  # setattr on a record of its own
+MAY_READ_CLOCKS = {"measure/clock.py"}
+CLOCKS = {"time", "timeit", "datetime"}
+STARTERS = {"subprocess", "pty", "multiprocessing", "pexpect"}
+STARTING_CALLS = ("exec", "fork", "spawn", "posix_spawn", "system", "popen")
+LOUD_CALLS = {"print", "exit", "quit", "sys.exit", "click.echo", "click.secho"}
+LOUD_STREAMS = {"sys.stderr.write", "sys.stdout.write", "sys.__stderr__.write", "sys.__stdout__.write"}
+MAY_WRITE_STDERR = {"capture/bootstrap.py", "capture/site/sitecustomize.py"}
+
+
+def room_of(name: str) -> str:
+    return name.split("/")[0] if "/" in name else ""
+
+
+def may_start_processes(name: str) -> bool:
+    return room_of(name) in ("launch", "trial") or name == "cli/run.py"
+
+
+def imported(tree: ast.AST, name: str) -> list[tuple[int, str, bool]]:
+    """Line, dotted module and whether it is loaded with the file: every import statement, and import_module of a constant."""
+    top = {id(node) for statement in tree.body for node in _outside_functions(statement)}  # type: ignore[attr-defined]
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                package = ["flatout", *name.split("/")[:-1]]
+                module = ".".join([*package[: len(package) - node.level + 1], *filter(None, [module])])
+            whole = [f"{module}.{alias.name}" for alias in node.names] if module == "flatout" else [module]
+            found += [(node.lineno, each, id(node) in top) for each in whole]
+        elif isinstance(node, ast.Call) and _spelled(node.func) in ("importlib.import_module", "import_module", "__import__") and node.args:
+            first = node.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                found.append((node.lineno, first.value, False))
+    return found
+
+
+def _outside_functions(node: ast.AST) -> list[ast.AST]:
+    found = [node]
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            found += _outside_functions(child)
+    return [] if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else found
+
+
+def _spelled(node: ast.AST) -> str:
+    """``a.b.c`` for a chain of names, else nothing."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        before = _spelled(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return ""
+
+
+def arrows(name: str, source: str) -> set[str]:
+    """The other rooms that a file imports."""
+    modules = [module.split(".") for _, module, _ in imported(ast.parse(source), name)]
+    return {parts[1] for parts in modules if parts[0] == "flatout" and len(parts) > 1 and parts[1] in NUMBER} - {room_of(name)}
+
+
+def complaints(name: str, source: str) -> list[str]:
+    """Everything that the house rules have against a file called ``name`` (its path below the package)."""
+    tree, room = ast.parse(source), room_of(name)
+    found = []
+    if room and room not in NUMBER:
+        found.append(f"{name}: {room} is not a room of the house")
+    stem = Path(name).stem
+    if stem in FORBIDDEN_NAMES:
+        found.append(f"{name}: a file is not called {stem}; the shared function goes to the room that owns its noun")
+    found += _import_complaints(name, room, tree)
+    bound = {alias.asname or alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            found += _call_complaints(name, room, node)
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
+        for target in targets:
+            owner = _spelled(target).split(".")[0] if isinstance(target, ast.Attribute) else ""
+            if owner and (owner in bound or owner == "torch") and name not in MAY_PATCH:
+                found.append(f"{name}:{target.lineno}: {_spelled(target)} is assigned; foreign objects change through the ledger alone")
+    return found
+
+
+def _import_complaints(name: str, room: str, tree: ast.AST) -> list[str]:
+    found = []
+    for line, module, at_top in imported(tree, name):
+        parts = module.split(".")
+        if parts[0] == "flatout":
+            other = parts[1] if len(parts) > 1 else ""
+            if other not in NUMBER or other == room or not room:
+                continue
+            if NUMBER[other] >= NUMBER.get(room, 9):
+                found.append(f"{name}:{line}: {room} ({NUMBER.get(room)}) imports {other} ({NUMBER[other]}); arrows only point down")
+            elif other not in MAY_IMPORT[room]:
+                found.append(f"{name}:{line}: {room} may not import {other}")
+        else:
+            if at_top and parts[0] not in sys.stdlib_module_names and parts[0] not in HEAVY_AT_TOP.get(room, set()):
+                found.append(f"{name}:{line}: {parts[0]} is imported at the top; {room or 'this file'} must load without it")
+            if parts[0] in CLOCKS and name not in MAY_READ_CLOCKS:
+                found.append(f"{name}:{line}: {parts[0]} is imported; the clocks are in measure/clock.py")
+            if parts[0] in STARTERS and not may_start_processes(name):
+                found.append(f"{name}:{line}: {parts[0]} is imported; processes are started in launch/ and trial/")
+            if room == "render" and parts[0] == "torch":
+                found.append(f"{name}:{line}: a view needs no torch")
+    return found
+
+
+def _call_complaints(name: str, room: str, node: ast.Call) -> list[str]:
+    spelled = _spelled(node.func)
+    if spelled in LOUD_CALLS and room != "cli":
+        return [f"{name}:{node.lineno}: {spelled}() is called; only cli/ prints or exits"]
+    if spelled in LOUD_STREAMS and room != "cli" and not (name in MAY_WRITE_STDERR and "stderr" in spelled):
+        return [f"{name}:{node.lineno}: {spelled}() is called; only cli/ prints"]
+    if spelled in ("setattr", "delattr", "object.__setattr__") and name not in MAY_PATCH | MAY_SET_OWN:
+        return [f"{name}:{node.lineno}: {spelled}() is called; foreign objects change through the ledger alone"]
+    if spelled.startswith("os.") and spelled[3:].startswith(STARTING_CALLS) and not may_start_processes(name):
+        return [f"{name}:{node.lineno}: {spelled}() is called; processes are started in launch/ and trial/"]
+    return []
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Every room that can be reached from itself, with the way."""
+    found = []
+    for start in sorted(graph):
+        ways = [[start]]
+        seen = set()
+        while ways:
+            way = ways.pop()
+            for room in sorted(graph.get(way[-1], ())):
+                if room == start:
+                    found.append([*way, start])
+                    ways = []
+                    break
+                if room not in seen:
+                    seen.add(room)
+                    ways.append([*way, room])
+    return found
+
+
+def test_the_package_was_found():
+    assert {"__init__.py", "plan/plan.py", "capture/ledger.py", "cli/main.py"} <= set(FILES)
+    assert len(FILES) > 40
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_keeps_the_house_rules(name):
+    assert complaints(name, (HOME / name).read_text(encoding="utf-8")) == []
+
+
+def test_no_cycles_between_rooms():
+    graph: dict[str, set[str]] = {}
+    for name in FILES:
+        if room_of(name):
+            graph.setdefault(room_of(name), set()).update(arrows(name, (HOME / name).read_text(encoding="utf-8")))
+    assert cycles(graph) == []
+
+
+def test_no_room_hides_in_a_single_file():
+    """Below the package lie rooms, `__init__.py` and `__main__.py`, nothing else."""
+    assert {path.name for path in HOME.iterdir() if path.suffix == ".py"} == {"__init__.py", "__main__.py"}
+    rooms = {path.name for path in HOME.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms <= set(NUMBER)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "words"),
+    [
+        ("plan/plan.py", "from flatout.levers import TABLE", "arrows only point down"),
+        ("plan/plan.py", "def f():\n    from flatout.levers import TABLE", "arrows only point down"),
+        ("plan/plan.py", "import flatout.cli.main", "arrows only point down"),
+        ("plan/plan.py", "from ..cli import main", "arrows only point down"),
+        ("plan/plan.py", "from flatout import cli", "arrows only point down"),
+        ("plan/plan.py", "import importlib\nimportlib.import_module('flatout.trial.parent')", "arrows only point down"),
+        ("measure/phases.py", "from flatout.capture.scene import Scene", "arrows only point down"),
+        ("engine/applier.py", "from flatout.levers import TABLE", "arrows only point down"),
+        ("levers/tf32.py", "from flatout.measure.clock import seconds", "may not import"),
+        ("tune/search.py", "from flatout.render import story", "may not import"),
+        ("engine/guard.py", "import torch", "must load without it"),
+        ("levers/tf32.py", "if True:\n    import torch", "must load without it"),
+        ("levers/tf32.py", "class A:\n    import torch", "must load without it"),
+        ("plan/plan.py", "import tomlkit", "must load without it"),
+        ("__init__.py", "import torch", "must load without it"),
+        ("trial/parent.py", "import time", "the clocks are in"),
+        ("trial/parent.py", "def f():\n    from time import monotonic", "the clocks are in"),
+        ("tune/search.py", "import datetime", "the clocks are in"),
+        ("probe/machine.py", "import subprocess", "processes are started in"),
+        ("cli/tune.py", "import os\nos.execvp('a', [])", "processes are started in"),
+        ("engine/replica.py", "import os\nos.fork()", "processes are started in"),
+        ("probe/machine.py", "import os\nos.popen('nvidia-smi')", "processes are started in"),
+        ("levers/tf32.py", "def apply():\n    print('hello')", "only cli/ prints"),
+        ("tune/search.py", "import sys\nsys.exit(1)", "only cli/ prints or exits"),
+        ("render/terminal.py", "import click\nclick.echo('x')", "only cli/ prints or exits"),
+        ("capture/scene.py", "import sys\nsys.stderr.write('x')", "only cli/ prints"),
+        ("capture/bootstrap.py", "import sys\nsys.stdout.write('x')", "only cli/ prints"),
+        ("levers/tf32.py", "def apply(torch):\n    torch.backends.cudnn.allow_tf32 = True", "through the ledger alone"),
+        ("trial/worker.py", "import sys\nsys.excepthook = None", "through the ledger alone"),
+        ("levers/tf32.py", "def apply(flags):\n    setattr(flags, 'fp32_precision', 'tf32')", "through the ledger alone"),
+        ("levers/tf32.py", "undo = lambda flags: setattr(flags, 'fp32_precision', 'tf32')", "through the ledger alone"),
+        ("render/story.py", "def f():\n    import torch", "a view needs no torch"),
+        ("engine/utils.py", "", "a file is not called utils"),
+        ("plan/base.py", "", "a file is not called base"),
+        ("tools/new.py", "", "not a room of the house"),
+    ],
+)
+def test_a_broken_rule_is_seen(name, source, words):
+    found = complaints(name, source)
+    assert any(words in complaint for complaint in found), found
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("engine/guard.py", "def f():\n    import torch"),
+        ("kernels/softmax.py", "import torch"),
+        ("measure/clock.py", "import time"),
+        ("launch/process.py", "import subprocess"),
+        ("cli/run.py", "import os\nos.execvpe('a', [], {})"),
+        ("cli/main.py", "import sys, click\nsys.exit(0)\nclick.echo('x')\nprint('x')"),
+        ("capture/ledger.py", "setattr(object(), 'a', 1)"),
+        ("capture/bootstrap.py", "import sys\nsys.stderr.write('x')"),
+        ("trial/worker.py", "from flatout.engine.applier import Applier\nfrom flatout.plan.plan import Plan"),
+        ("trial/worker.py", "class A:\n    def __init__(self):\n        self.x = 1"),
+    ],
+)
+def test_what_is_allowed_passes(name, source):
+    assert complaints(name, source) == []
+
+
+def test_a_cycle_is_seen():
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}}) != []
+    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import flatout",
+        "import sys; sys.argv = ['flatout', '--help']\nfrom flatout.cli.main import main\ntry:\n    main()\nexcept SystemExit:\n    pass",
+        "from flatout.probe.machine import look; look()",
+        "import flatout.levers, flatout.tune.search, flatout.trial.parent",
+    ],
+    ids=["import", "help", "look", "search"],
+)
+def test_torch_is_not_loaded(code):
+    code += "\nimport sys\nheavy = {'torch', 'numpy', 'plotly', 'tomlkit', 'jinja2'} & set(sys.modules)\nassert not heavy, heavy"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr
