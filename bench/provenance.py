@@ -7,12 +7,10 @@ the programs it starts. Results are a Markdown page and the raw records beside i
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,7 +106,7 @@ def write_result(theme: str, made: Mapping[str, Any], page: str, raw: Mapping[st
     """Write the page and the raw records. ``hidden`` adds paths to those that are replaced by a word."""
     names = _hidden({**(hidden or {})})
     text, data = result_paths(theme, made, folder)
-    write_json(data, _without(_without({"theme": theme, "made": made, **raw}, names), {}))
+    write_json(data, _without({"theme": theme, "made": made, **raw}, names))
     write_whole(text, str(_without(f"{page.rstrip()}\n\n{provenance_lines(made)}\n", names)))
     if folder == RESULTS:
         write_index()
@@ -146,7 +144,6 @@ def write_index(folder: Path = RESULTS) -> None:
     rows = []
     for theme, command, question in THEMES:
         found = sorted(folder.glob(f"{theme}_*_[0-9][0-9][0-9][0-9][0-9][0-9].json"), reverse=True)
-        found = [path for path in found if path.stem.rsplit("_", 2)[0] == theme or path.stem.startswith(f"{theme}_")]
         for path in found:
             made = (read_json(path) or {}).get("made", {})
             page = path.with_suffix(".md").name
@@ -159,8 +156,3 @@ def write_index(folder: Path = RESULTS) -> None:
         f"{markdown_table(COLUMNS_OF_INDEX, rows)}\n"
     )
     write_whole(folder / "README.md", text)
-
-
-def patience(deadline_s: float) -> float:
-    """Seconds until a deadline of the monotonic clock, never negative."""
-    return max(0.0, deadline_s - time.monotonic())

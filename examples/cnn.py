@@ -1,4 +1,4 @@
-"""A small CNN with batch normalisation and dropout that tells which of two photographs a patch was cut from.
+"""A small CNN with batch normalisation and dropout that tells which part of which photograph a patch was cut from.
 
 The photographs ship inside scikit-learn (china.jpg, flower.jpg). Patches are cropped, flipped and normalised by torchvision
 transforms, one by one, in the DataLoader; the optimizer is Adam.
@@ -17,11 +17,11 @@ SIZE, STRIDE = 24, 12
 
 
 class Patches(Dataset):
-    """Patches on a grid over each photograph; the label is the photograph."""
+    """Patches on a grid over each photograph. The label is one of six: the photograph, and its upper, middle or lower third."""
 
     def __init__(self, transform):
         self.photos = [Image.fromarray(photo) for photo in load_sample_images().images]
-        self.places = [(label, left, top) for label, photo in enumerate(self.photos)
+        self.places = [(at, left, top) for at, photo in enumerate(self.photos)
                        for left in range(0, photo.width - SIZE, STRIDE) for top in range(0, photo.height - SIZE, STRIDE)]
         self.transform = transform
 
@@ -29,8 +29,9 @@ class Patches(Dataset):
         return len(self.places)
 
     def __getitem__(self, index):
-        label, left, top = self.places[index]
-        return self.transform(self.photos[label].crop((left, top, left + SIZE, top + SIZE))), label
+        at, left, top = self.places[index]
+        photo = self.photos[at]
+        return self.transform(photo.crop((left, top, left + SIZE, top + SIZE))), 3 * at + 3 * top // photo.height
 
 
 def conv(inputs, outputs):
@@ -41,7 +42,7 @@ class Net(nn.Module):
     def __init__(self, width=16):
         super().__init__()
         self.features = nn.Sequential(conv(3, width), conv(width, 2 * width), conv(2 * width, 4 * width))
-        self.classify = nn.Sequential(nn.Flatten(), nn.Dropout(0.3), nn.Linear(4 * width * (SIZE // 8) ** 2, 2))
+        self.classify = nn.Sequential(nn.Flatten(), nn.Dropout(0.3), nn.Linear(4 * width * (SIZE // 8) ** 2, 6))
 
     def forward(self, x):
         return self.classify(self.features(x))

@@ -5,10 +5,10 @@ optional gradient accumulation. The model returns its own loss.
 """
 
 import argparse
+from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
-from pydoc_data.topics import topics
 from torch import nn
 
 

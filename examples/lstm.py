@@ -5,9 +5,9 @@ update is written by hand.
 """
 
 import argparse
+from pydoc_data.topics import topics
 
 import torch
-from pydoc_data.topics import topics
 from torch import nn
 
 

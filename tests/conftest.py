@@ -19,7 +19,8 @@ MARK = "FLATOUT_TEST_RUN"
 GRACE_S = 8.0  # how long a program that was told to go may take
 
 # Speed is not what is tested: a slow machine must not fail a law.
-settings.register_profile("flatout", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+settings.register_profile("flatout", deadline=None, max_examples=60, print_blob=True,
+                          suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 settings.load_profile("flatout")
 
 TINY = '''\
@@ -80,14 +81,14 @@ class Flatout:
         self.folder = folder
         self._begun: list[str] = []
 
-    def environment(self, more: Mapping[str, str] = {}) -> dict[str, str]:  # noqa: B006 - never changed
+    def environment(self, more: Mapping[str, str] = {}) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("FLATOUT_", "PYTEST_", "MALLOC_")) and k not in ("LD_PRELOAD", "PYTHONPATH")}
         mark = uuid.uuid4().hex
         self._begun.append(mark)
         return {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "COLUMNS": "120",
                 MARK: mark, **more}
 
-    def start(self, *words: str, env: Mapping[str, str] = {}, cwd: Path | None = None, prefix: Sequence[str] = (), stdin: int | None = None,  # noqa: B006
+    def start(self, *words: str, env: Mapping[str, str] = {}, cwd: Path | None = None, prefix: Sequence[str] = (), stdin: int | None = None,
               python: Sequence[str] | None = None) -> subprocess.Popen[str]:
         command = [*prefix, *(python if python is not None else [sys.executable, "-m", "flatout"]), *words]
         return subprocess.Popen(command, cwd=cwd or self.folder, env=self.environment(env), stdin=stdin if stdin is not None else subprocess.DEVNULL,

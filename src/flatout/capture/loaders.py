@@ -30,6 +30,7 @@ class Loaders:
         self.rules: list[LoaderRule] = []
         self.seen: list[dict[str, Any]] = []
         self._dataset: Callable[[], Any] | None = None
+        self._made_persistent: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def hear_making(self, ledger: Ledger) -> None:
         """Wrap ``DataLoader.__init__``: persistent workers and the batch size cannot be changed any later."""
@@ -53,11 +54,27 @@ class Loaders:
                 init(loader, *args, **kwargs)
             else:
                 init(loader, **changed)
-            if self._dataset is None and hasattr(dataset, "__getitem__"):
+            if self._dataset is None and is_map_style(dataset):
                 self._dataset = _weakly(dataset)
+            if changed.get("persistent_workers") and not asked.get("persistent_workers"):
+                self._made_persistent.add(loader)
             self.seen.append(_describe(loader, dataset, asked))
 
         ledger.set(loader_class, "__init__", init_heard)
+        self._keep_the_draw(ledger)
+
+    def _keep_the_draw(self, ledger: Ledger) -> None:
+        """Each epoch draws a seed for its workers; persistent ones need none, and every later draw (the next shuffle) would differ."""
+        torch, iterator_class = self.torch, self.torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+        reset = iterator_class._reset
+
+        @wraps(reset)
+        def reset_heard(iterator: Any, loader: Any, first_iter: bool = False) -> None:
+            if not first_iter and loader in self._made_persistent:
+                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            reset(iterator, loader, first_iter)
+
+        ledger.set(iterator_class, "_reset", reset_heard)
 
     def hear_batches(self, ledger: Ledger, scene: Any) -> None:
         """Wrap the taking of a batch, while gradients are on: evaluation usually runs without them."""
@@ -122,5 +139,10 @@ def _describe(loader: Any, dataset: Any, asked: dict[str, Any]) -> dict[str, Any
         "asked_workers": asked.get("num_workers", 0),
         "pin_memory": bool(loader.pin_memory),
         "persistent_workers": bool(loader.persistent_workers),
-        "iterable": hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"),
+        "iterable": not is_map_style(dataset),
     }
+
+
+def is_map_style(dataset: Any) -> bool:
+    """Whether samples are fetched by index. An IterableDataset inherits a ``__getitem__`` that only raises."""
+    return hasattr(dataset, "__getitem__") and not any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)

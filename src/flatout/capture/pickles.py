@@ -11,9 +11,19 @@ BESIDES = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_for
 
 
 def keep_out_of_pickles(torch: Any, ledger: Ledger, owner: type) -> None:
-    """Filter ``Module.__getstate__``: hooks bound to an ``owner`` and forwards marked ``flatout`` are left out."""
-    usual = torch.nn.Module.__getstate__
-    ledger.set(torch.nn.Module, "__getstate__", lambda module: _without_ours(usual(module), owner), new=True)
+    """Filter the state that modules are pickled with: hooks bound to an ``owner`` and forwards marked ``flatout`` are left out.
+
+    ``__reduce_ex__`` and not ``__getstate__``, which many classes define for themselves.
+    """
+    usual = torch.nn.Module.__reduce_ex__
+
+    def reduce_without_ours(module: Any, protocol: Any) -> Any:
+        answer = usual(module, protocol)
+        if not isinstance(answer, tuple) or len(answer) < 3:
+            return answer
+        return (*answer[:2], _without_ours(answer[2], owner), *answer[3:])
+
+    ledger.set(torch.nn.Module, "__reduce_ex__", reduce_without_ours, new=True)
 
 
 def _without_ours(held: Any, owner: type) -> Any:

@@ -3,7 +3,7 @@
 Nothing here times, hashes or decides; a Listener does. What is installed, and what it costs:
 
     Optimizer pre/post step hooks      torch's own global hooks, one call a step
-    torch.autograd.backward            one wrapper a backward pass (Tensor.backward goes through it)
+    torch.autograd.backward, grad      one wrapper a backward pass (Tensor.backward goes through it)
     DataLoader.__init__                 one wrapper, to learn of loaders and let LOADER levers choose arguments
     global forward hooks               until the second step has ended, to find the root modules (25 % of a forward)
     forward hooks on the root modules  only while a listener wants phases
@@ -161,6 +161,7 @@ class Scene:
             ledger.call("optimizer step hook", register(hook).remove)
         ledger.set(optimizers.Optimizer, "__init__", self._wrap_optimizer_init(optimizers.Optimizer.__init__))
         ledger.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
+        ledger.set(torch.autograd, "grad", self._wrap_grad(torch.autograd.grad))
         self._loaders.hear_making(ledger)
         self._scalers.hear(ledger, self)
         if self.listener.wants_phases:
@@ -260,8 +261,7 @@ class Scene:
             if scene.boundaries.forward_or_backward_begins():
                 scene._step_ended()
             roots = (tensors,) if isinstance(tensors, scene.torch.Tensor) else tuple(tensors)
-            if kwargs.get("create_graph"):
-                scene.create_graph_seen = True
+            scene.create_graph_seen |= _creates_graph(args, kwargs)
             scene.listener.backward_begin(tuple(map(scene._scalers.without_scale, roots)))
             result = backward(tensors, *args, **kwargs)
             scene.backwards += 1
@@ -271,6 +271,16 @@ class Scene:
             return result
 
         return backward_heard
+
+    def _wrap_grad(self, grad: Callable) -> Callable:
+        scene = self
+
+        @wraps(grad)
+        def grad_heard(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            scene.create_graph_seen |= _creates_graph(args, kwargs)
+            return grad(outputs, inputs, *args, **kwargs)
+
+        return grad_heard
 
     def _wrap_distribution_init(self, init: Callable) -> Callable:
         scene = self
@@ -358,6 +368,11 @@ class Scene:
         mark = ledger.mark()
         ledger.set(root, "forward", wrapped)
         return lambda: ledger.restore(mark)
+
+
+def _creates_graph(args: tuple, kwargs: dict) -> bool:
+    """Whether a call of ``backward`` or ``grad`` wants to differentiate again; Tensor.backward passes it by position."""
+    return bool(kwargs.get("create_graph", len(args) > 2 and args[2]))
 
 
 def _is_compiled(module: Any) -> bool:

@@ -21,27 +21,30 @@ class StepBoundaries:
         self._repeats = 0
         self._pending_backward = False
         self._lonely_backwards = 0
+        self._stepped = False  # an optimizer object has stepped
 
     @property
     def by_backward(self) -> bool:
         """No optimizer object steps here: boundaries come from the backward passes."""
-        return self._anchor is None and not self._first_seen and (not self._known or self._lonely_backwards >= PATIENCE)
+        return not self._stepped and (not self._known or self._lonely_backwards >= PATIENCE)
 
     def optimizer_made(self, key: int) -> None:
         self._known.add(key)
 
     def optimizer_gone(self, key: int) -> None:
         self._known.discard(key)
+        if key == self._anchor:  # a script that makes a new optimizer each epoch: the next cycle shows the new anchor
+            self._first_seen, self._anchor, self._since_anchor = [], None, 0
 
     def optimizer_stepped(self, key: int) -> bool:
-        self._pending_backward = False
+        self._pending_backward, self._stepped = False, True
         self._known.add(key)
         if self._anchor is not None:
             if key == self._anchor:
                 self._since_anchor = 0
                 return True
             self._since_anchor += 1
-            if self._since_anchor < PATIENCE:
+            if self._since_anchor < max(PATIENCE, 2 * len(self._known)):  # one optimizer a parameter: hundreds in a cycle
                 return False
             # The anchor has left the rhythm (a second phase with its own optimizer).
             self._known, self._first_seen, self._anchor, self._since_anchor = {key}, [], None, 0
@@ -61,7 +64,7 @@ class StepBoundaries:
 
     def forward_or_backward_begins(self) -> bool:
         """True when a step that was waiting for its end has ended here (only without optimizer objects)."""
-        if not self._pending_backward or self._first_seen:
+        if not self._pending_backward or self._stepped:
             return False
         self._pending_backward = False
         self._lonely_backwards += 1

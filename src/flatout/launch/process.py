@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+import psutil
+
 from flatout.plan.errors import ProgramNotFound
 
 HEAD_BYTES = 1 << 20  # of a log that is kept from the start
@@ -82,6 +84,7 @@ class Program:
         self.out = Drain(out_read, stdout_log, sys.stdout.buffer if show else None)
         self.err = Drain(err_read, stderr_log, sys.stderr.buffer if show else None)
         self.stopped = False
+        self._groups: set[int] | None = None
 
     @staticmethod
     def _output(terminal: bool) -> tuple[int, int]:
@@ -124,10 +127,23 @@ class Program:
         return code
 
     def _signal(self, number: int) -> None:
+        if self._groups is None or number == signal.SIGKILL:
+            self._groups = (self._groups or set()) | self._descendant_groups()
+        for group in self._groups:
+            try:
+                os.killpg(group, number)
+            except (ProcessLookupError, PermissionError):
+                pass
+
+    def _descendant_groups(self) -> set[int]:
+        """Launchers (torchrun) give each rank a session of its own; looked up once, when the program is first held."""
+        groups = {self.process.pid}
         try:
-            os.killpg(self.process.pid, number)
-        except (ProcessLookupError, PermissionError):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                groups.add(os.getpgid(child.pid))
+        except (psutil.Error, ProcessLookupError):
             pass
+        return groups - {os.getpgrp()}
 
 
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None

@@ -59,7 +59,8 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 def _change(dataset: Any, arguments: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
     """The arguments this loader is made with. What is not map-style, or too short, stays as it was."""
-    if hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+    # An IterableDataset inherits a __getitem__; a second worker would repeat its samples.
+    if not hasattr(dataset, "__getitem__") or any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__):
         return arguments
     try:
         batches = len(dataset) / (arguments.get("batch_size") or 1)

@@ -37,7 +37,7 @@ def batch_statistics(thing: Any, torch: Any) -> list[list[float]]:
     its left is than its right and its top than its bottom. They see a wrong constant, a missing flip, a missing crop.
     """
     for tensor in tensors_in(thing, torch):
-        if tensor.dim() < 2 or not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
+        if tensor.dim() < 2 or not tensor.numel() or not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
             continue
         x = tensor[:STATISTICS_SAMPLES].detach().float().cpu()
         width, height = x.shape[-1], x.shape[-2] if x.dim() > 2 else 1

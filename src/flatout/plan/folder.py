@@ -44,7 +44,7 @@ def read_json(path: Path) -> Any:
     """The content, or None where there is no file or it is not JSON (a power cut, another tool)."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -18,7 +18,7 @@ from flatout.plan.lever import Value
 from flatout.plan.words import Origin
 
 PLAN_SCHEMA = 1
-MAX_PLAN_BYTES = 256 * 1024
+MAX_PLAN_BYTES = 64 * 1024  # tomllib needs quadratic time for a.a.a.a...: 74 s for 100 kB
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Plan:
         for choice in self.choices:
             entry = tomlkit.table()
             if choice.evidence:
-                entry.add(tomlkit.comment(choice.evidence.replace("\n", " ")))
+                entry.add(tomlkit.comment("".join(c if c.isprintable() else " " for c in choice.evidence)))
             entry["value"] = choice.value
             entry["origin"] = choice.origin.value
             if choice.evidence:
@@ -108,7 +108,7 @@ class Plan:
             raise PlanError(f"{source} is {len(text):,} characters long; a plan is never that large. Is it the right file?")
         try:
             data = tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # a plain ValueError for a number of thousands of digits
             raise PlanError(f"{source} is not valid TOML ({error}). Mend it, or delete it and run `flatout tune` again.") from None
         schema = data.get("schema", PLAN_SCHEMA)
         if schema != PLAN_SCHEMA:
@@ -116,6 +116,9 @@ class Plan:
         levers, made_for = data.get("levers", {}), data.get("made_for", {})
         if not isinstance(levers, dict) or not isinstance(made_for, dict):
             raise PlanError(f"{source}: [levers] and [made_for] must be tables. `flatout plan --template` prints one.")
+        strange = [key for key in data if key not in ("schema", "levers", "made_for")]
+        if strange:  # a lever outside of [levers] would be left out without a word
+            raise PlanError(f"{source} has the unknown key {strange[0][:40]!r}; levers stand below [levers]. `flatout plan --template` prints one.")
         return cls(tuple(_choices(levers, source)), made_for)
 
 
@@ -157,6 +160,6 @@ def diff(a: Plan, b: Plan) -> list[str]:
             lines.append(f"+ {spell(name, new.value)}")
         elif new is None and old is not None:
             lines.append(f"- {spell(name, old.value)}")
-        elif old is not None and new is not None and old.value != new.value:
+        elif old is not None and new is not None and json.dumps(old.value, sort_keys=True) != json.dumps(new.value, sort_keys=True):  # True is not 1
             lines.append(f"~ {spell(name, old.value)} -> {spell(name, new.value)}")
     return lines

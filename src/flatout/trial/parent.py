@@ -13,7 +13,6 @@ from typing import Any
 from flatout.launch.command import Command
 from flatout.launch.environment import QUIET, attached
 from flatout.launch.process import Program
-from flatout.levers import TABLE
 from flatout.measure.clock import seconds
 from flatout.plan.errors import StorageError, TrialFailed
 from flatout.plan.facts import Facts
@@ -22,7 +21,7 @@ from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import TrialRecord
 from flatout.plan.words import Moment
 from flatout.trial.channel import Channel, Hangup
-from flatout.trial.spec import TrialSpec
+from flatout.trial.spec import TABLE, TrialSpec, levers
 
 POLL_S = 0.2
 
@@ -39,8 +38,9 @@ class Trial:
     """One run of the program. Use as a context manager: whatever happens, the process group is ended."""
 
     def __init__(self, command: Command, folder: TrialFolder, plan: Plan, facts: Facts, seed: int | None = 0, show: bool = False,
-                 reseed: bool = False) -> None:
+                 reseed: bool = False, table: str = TABLE) -> None:
         self.command, self.folder, self.plan, self.facts, self.seed, self.show, self.reseed = command, folder, plan, facts, seed, show, reseed
+        self.table = table
         self.ready: dict[str, Any] = {}
         self.started_s = 0.0
         self._short = Path(tempfile.mkdtemp(prefix="flatout-"))  # a socket's path may have 107 characters
@@ -62,11 +62,11 @@ class Trial:
             self._listener.bind(str(address))
             self._listener.listen(64)
             self._listener.settimeout(0)
-            spec = TrialSpec(str(self.folder.path.resolve()), str(address), self.plan, self.facts, self.seed, self.reseed)
+            spec = TrialSpec(str(self.folder.path.resolve()), str(address), self.plan, self.facts, self.seed, self.reseed, table=self.table)
             write_json(self.folder.spec, spec.to_json())
         except OSError as error:
             raise StorageError(f"cannot prepare a trial in {self.folder.path}: {error.strerror}") from None
-        extra = {**QUIET, **process_environment(self.plan, self.facts)}
+        extra = {**QUIET, **process_environment(self.plan, self.facts, self.table)}
         if self.seed is not None and "PYTHONHASHSEED" not in os.environ:
             extra["PYTHONHASHSEED"] = str(self.seed)
         self.started_s = seconds()
@@ -206,10 +206,10 @@ class Trial:
         return text[-6000:].decode("utf-8", "replace")
 
 
-def process_environment(plan: Plan, facts: Facts) -> dict[str, str]:
+def process_environment(plan: Plan, facts: Facts, table: str = TABLE) -> dict[str, str]:
     """The variables that the PROCESS levers of a Plan want. A lever that cannot be had here is left out by name."""
     extra: dict[str, str] = {}
-    for lever in TABLE:
+    for lever in levers(table):
         choice = plan.get(lever.name)
         if choice is None or lever.moment is not Moment.PROCESS:
             continue

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from typing import Any
 
 from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever
 from flatout.plan.plan import Plan
 
 ENTRY = "flatout.trial.worker:attach"
+TABLE = "flatout.levers:TABLE"
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class TrialSpec:
     reseed: bool = False  # add the seed to those that the program sets itself, so that another seed is another run
     entry: str = ENTRY
     shelter: bool = True
+    table: str = TABLE  # "module:NAME" of the levers that a Plan's names stand for
 
     def to_json(self) -> dict[str, Any]:
         return {**{k: v for k, v in asdict(self).items() if k not in ("plan", "facts")},
@@ -30,5 +34,12 @@ class TrialSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrialSpec:
-        names = ("folder", "address", "seed", "reseed", "entry", "shelter")
+        names = ("folder", "address", "seed", "reseed", "entry", "shelter", "table")
         return cls(**{n: data[n] for n in names}, plan=Plan.from_json(data["plan"]), facts=Facts.from_json(data["facts"]))
+
+
+def levers(table: str) -> tuple[Lever, ...]:
+    """The lever table that ``module:NAME`` names."""
+    module, name = table.split(":")
+    found: tuple[Lever, ...] = getattr(import_module(module), name)
+    return found

@@ -28,7 +28,6 @@ from flatout.capture.scene import Listener, Scene
 from flatout.capture.shelter import Shelter
 from flatout.engine.applier import EARLY, LATE, Applier, Outcome
 from flatout.engine.replica import StepReplica
-from flatout.levers import TABLE
 from flatout.measure.clock import HostClock, clock_for, seconds
 from flatout.measure.phases import PhaseRecorder
 from flatout.measure.statistics import block_ms
@@ -40,7 +39,7 @@ from flatout.plan.records import TrialRecord
 from flatout.plan.words import Moment, Origin
 from flatout.trial.channel import Channel, Hangup
 from flatout.trial.recorder import Recorder
-from flatout.trial.spec import TrialSpec
+from flatout.trial.spec import TrialSpec, levers
 
 CLOSURE_PASSES = 4  # so many backward passes inside one optimizer step, and a second gone: the pass is the tick
 CLOSURE_S = 1.0
@@ -69,7 +68,7 @@ class Worker(Listener):
         self.folder = TrialFolder(Path(spec.folder))
         self.ledger = Ledger()
         self.scene = Scene(torch, self, self.ledger)
-        self.applier = Applier(TABLE, spec.facts, self.scene)
+        self.applier = Applier(levers(spec.table), spec.facts, self.scene)
         self.shelter = Shelter(str(self.folder.saved), self.ledger)
         self.notes = Recorder(torch, self.scene)
         self.replica: StepReplica | None = None
@@ -103,6 +102,7 @@ class Worker(Listener):
             self._shift_seeds(self.spec.seed)
         if self.spec.shelter:
             self.shelter.install(self.torch)
+        _die_with_parent()
         try:
             self.channel = Channel.connect(self.spec.address)
             self.channel.send({"attached": os.getpid(), "rank": os.environ.get("RANK", "0")})
@@ -353,12 +353,11 @@ class Worker(Listener):
             self.written = True  # a forked child has nothing to record
         elif self.channel is not None:
             self.owner = os.getpid()
-        if self.spec.shelter:
-            _die_with_parent()
+        _die_with_parent()
 
 
 def _die_with_parent() -> None:
-    """A loader worker must not outlive a trial that is killed while it is stopped (prctl(2), PR_SET_PDEATHSIG)."""
+    """Ranks and loader workers must not outlive a trial that is killed while it is stopped (prctl(2), PR_SET_PDEATHSIG)."""
     try:
         import ctypes
 

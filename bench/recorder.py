@@ -1,0 +1,63 @@
+"""Runs a script as ``__main__`` with seeds set and writes down its losses, and knows nothing of flatout.
+
+    python recorder.py LOG COUNT [-m] SCRIPT [ARGUMENT...]
+
+``random``, numpy and torch are seeded with 0, each as it has been imported. Every call of ``torch.autograd.backward``
+(``Tensor.backward`` goes through it) adds a line to LOG: the loss as a hexadecimal float, or the mean of each, added up,
+where several are given. After COUNT backward passes the process ends; with COUNT 0 the script comes to its own end.
+Only the process that was started writes: loader workers, and whatever else the script starts, are left alone.
+"""
+
+import os
+import random
+import runpy
+import sys
+
+
+def main():
+    log, count, rest = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+    as_module = rest[0] == "-m"
+    if as_module:
+        rest = rest[1:]
+    random.seed(0)
+    try:
+        import numpy
+    except ImportError:
+        pass
+    else:
+        numpy.random.seed(0)
+    import torch
+
+    torch.manual_seed(0)
+    owner, seen = os.getpid(), 0
+    really = torch.autograd.backward
+
+    def backward(tensors, *args, **kwargs):
+        nonlocal seen
+        if os.getpid() != owner:
+            return really(tensors, *args, **kwargs)
+        losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        value = float(sum(float(loss.detach().double().mean()) for loss in losses))
+        result = really(tensors, *args, **kwargs)
+        out.write(value.hex() + "\n")
+        seen += 1
+        if count and seen >= count:
+            out.flush()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        return result
+
+    with open(log, "w", encoding="utf-8", buffering=1) as out:
+        torch.autograd.backward = backward
+        sys.argv = rest
+        if as_module:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(rest[0]))
+            runpy.run_path(rest[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

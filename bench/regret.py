@@ -1,0 +1,222 @@
+"""How far the plan that flatout chooses is from the best one: regret = best / chosen - 1, in speed.
+
+For each program: `flatout tune` with a moderate budget gives the chosen plan. Apart from it, every combination of the values
+that the program allows is tried (threads, malloc, fused_optimizer, channels_last, gc_pause, loader: each off or one of its values; up to two of
+malloc and of loader). Each combination is a fresh program; they take turns with the plain one, some at a time, and a clear loser
+leaves early. The fastest few of them (the plain program counts as 1.00) then meet the chosen plan in fresh pairs of processes, three
+pairs each, block by block.
+
+Reported: the finalist's speed over the chosen plan's, median over pairs with a 95 % interval (bootstrap over pairs and rounds). The regret
+is that of the fastest finalist minus 1, and 0 where the chosen plan is itself the best. Goal: at most 5 %.
+Programs: the examples of the repository and those in bench/programs. Baseline of the speeds: the plain program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from open_set import tune
+from pairs import PATIENCE_S, enter, fresh_pairs, last_line, spell, standing_in
+from provenance import RESULTS, ROOT, markdown_table, read_result, stamp, write_result
+
+from flatout.cli.arguments import Duration
+from flatout.launch.command import Command, understand
+from flatout.levers import TABLE
+from flatout.measure.clock import seconds
+from flatout.plan.facts import Facts
+from flatout.plan.folder import JobFolder
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.records import Ratio
+from flatout.plan.words import Origin
+from flatout.probe.machine import look
+from flatout.trial.parent import ProgramGone
+from flatout.tune.arena import Arena, Entrant, ask_options
+from flatout.tune.session import plan_of
+
+# Long enough never to end by itself while it is measured.
+PROGRAMS: dict[str, tuple[str, ...]] = {
+    "linear": ("examples/linear.py", "--steps", "100000000"),
+    "mlp": ("examples/mlp.py", "--epochs", "1000000"),
+    "lstm": ("examples/lstm.py", "--steps", "1000000"),
+    "gpt": ("examples/gpt.py", "--steps", "1000000"),
+    "cnn": ("examples/cnn.py", "--epochs", "10000"),
+    "resnet18": ("examples/resnet18.py", "--epochs", "10000"),
+    "wide_mlp": ("bench/programs/wide_mlp.py",),
+    "many_small": ("bench/programs/many_small.py",),
+    "unet": ("bench/programs/unet.py",),
+}
+SEARCHED = {"threads": 1, "malloc": 2, "fused_optimizer": 1, "channels_last": 1, "gc_pause": 1, "loader": 2}  # how many values of each
+FINALISTS = 3
+TOGETHER = 6  # programs that are held ready at once
+RACE_S = 3.0  # for each program of a group
+GOAL = 0.05
+
+
+def space(answers: dict[str, Any], searched: Mapping[str, int]) -> list[Plan]:
+    """Every combination of the searched levers that apply, the plain program among them."""
+    axes: list[list[Choice | None]] = []
+    for lever in TABLE:
+        answer = answers.get(lever.name, {})
+        if lever.name in searched and "values" in answer:
+            axes.append([None, *(Choice(lever.name, value, Origin.TUNER) for value in answer["values"][: searched[lever.name]])])
+    return [Plan(tuple(choice for choice in picked if choice is not None)) for picked in itertools.product(*axes)]
+
+
+def options_of(command: Command, job: JobFolder, facts: Facts) -> dict[str, Any]:
+    arena = Arena(command, job, facts)
+    try:
+        answers: dict[str, Any] = ask_options(arena.enter(Plan(), 0, PATIENCE_S).trial)["options"]
+        return answers
+    finally:
+        arena.close()
+
+
+def groups(plans: Sequence[Plan]) -> Iterable[Sequence[Plan]]:
+    for at in range(0, len(plans), TOGETHER):
+        yield plans[at:at + TOGETHER]
+
+
+def screen(command: Command, plans: Sequence[Plan], job: JobFolder, facts: Facts) -> list[dict[str, Any]]:
+    """Each plan against a plain program that was started with its group, round robin. A plan that fails is named with its reason."""
+    found: list[dict[str, Any]] = []
+    for group in groups(plans):
+        arena = Arena(command, job, facts)
+        try:
+            plain = enter(arena, Plan(), 0)
+            entrants: list[Entrant] = []
+            for plan in group:
+                try:
+                    entrants.append(arena.enter(plan, 0, PATIENCE_S))
+                except ProgramGone as gone:
+                    found.append({"plan": plan.describe(), "ratio": None, "why": last_line(gone.record), "digest": plan.digest})
+            if entrants:
+                verdicts = arena.processes(plain.trial, entrants, seconds() + RACE_S * len(entrants))
+                for at, verdict in verdicts.items():
+                    entry: dict[str, Any] = {"plan": entrants[at].plan.describe(), "digest": entrants[at].plan.digest}
+                    found.append({**entry, "ratio": verdict.to_json()} if isinstance(verdict, Ratio) else {**entry, "ratio": None, "why": verdict})
+        finally:
+            arena.close()
+        print(f"    {len(found)} of {len(plans)} combinations", file=sys.stderr, flush=True)
+    return found
+
+
+def speed(entry: dict[str, Any]) -> float:
+    """Of a screened combination; 0 where it did not come through."""
+    return float(entry["ratio"]["median"]) if entry["ratio"] else 0.0
+
+
+def measure_program(name: str, budget_s: float, facts: Facts, pairs: int, finalists: int, searched: Mapping[str, int]) -> dict[str, Any]:
+    script, *arguments = PROGRAMS[name]
+    argv = ["python", str(ROOT / script), *arguments]
+    place = Path(tempfile.mkdtemp(prefix="regret-"))
+    found: dict[str, Any] = {"made": stamp(facts), "budget_s": budget_s}
+    try:
+        with standing_in(place):
+            command, job = understand(argv), JobFolder(place / "again").make()
+            session, failure = tune(argv, budget_s, place / "tune")
+            if failure or session is None:
+                return {**found, "status": "failed", "why": failure}
+            chosen = plan_of(session)
+            found |= {"chosen": chosen.describe(), "chosen_ratio": session.speedup.to_json() if session.speedup else None, "spent_s": round(session.spent_s, 1),
+                      "guard": session.guard.verdict, "levers": [lever.to_json() for lever in session.levers]}
+            plans = space(options_of(command, job, facts), searched)
+            print(f"    chosen: {found['chosen']} {spell(session.speedup)}; {len(plans)} combinations", file=sys.stderr, flush=True)
+            found["screened"] = screen(command, [plan for plan in plans if len(plan)], job, facts)
+            found["screened"].append({"plan": "plain", "digest": Plan().digest, "ratio": {"median": 1.0, "low": 1.0, "high": 1.0, "n": 0}})
+            found["screened"].sort(key=speed, reverse=True)
+            by_digest = {plan.digest: plan for plan in plans}
+            rivals = [entry for entry in found["screened"] if entry["ratio"] and entry["digest"] != chosen.digest][:finalists]
+            found["finals"] = []
+            for rival in rivals:
+                met = fresh_pairs(command, chosen, by_digest[rival["digest"]], job, facts, pairs)
+                found["finals"].append({"plan": rival["plan"], "screened": rival["ratio"], **met.to_json()})
+                print(f"    final: {rival['plan']}: {spell(met.ratio)} of the chosen plan's speed {met.failure}", file=sys.stderr, flush=True)
+        return {**found, "status": "measured", "combinations": len(plans), **regret_of(found["finals"])}
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def regret_of(finals: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The fastest finalist over the chosen plan, minus 1, with its interval; 0 where none is faster."""
+    through = [final for final in finals if final["ratio"]]
+    if not through:
+        return {"regret": 0.0, "regret_low": 0.0, "regret_high": 0.0, "best": "no other combination came through"}
+    best = max(through, key=lambda final: final["ratio"]["median"])
+    low, middle, high = (best["ratio"][key] - 1 for key in ("low", "median", "high"))
+    return {"regret": max(0.0, middle), "regret_low": max(0.0, low), "regret_high": max(0.0, high), "best": best["plan"] if middle > 0 else "the chosen plan"}
+
+
+def verdict(entry: dict[str, Any]) -> str:
+    if entry["regret_high"] <= GOAL:
+        return "met"
+    return "missed" if entry["regret_low"] > GOAL else "met by the median" if entry["regret"] <= GOAL else "missed by the median"
+
+
+def page(programs: dict[str, dict[str, Any]]) -> str:
+    rows, finals = [], []
+    for name, entry in programs.items():
+        if entry["status"] == "failed":
+            rows.append((name, "failed: " + entry["why"].splitlines()[0][:160], "-", "-", "-", "-", "-"))
+            continue
+        rows.append((name, entry["chosen"], spell(entry["chosen_ratio"]) if entry["chosen_ratio"] else "plain stays", entry["combinations"], entry["best"],
+                     f"{entry['regret']:.1%} [{entry['regret_low']:.1%}, {entry['regret_high']:.1%}]", verdict(entry)))
+        finals += [(name, final["plan"], spell(final["screened"]), spell(final["ratio"]), final["failure"]) for final in entry["finals"]]
+    measured = [entry for entry in programs.values() if entry["status"] == "measured"]
+    parts = ["# Regret of the chosen plan\n",
+             "Regret = speed of the best combination over the chosen plan's, minus 1; fresh pairs of processes, interleaved; 95 % intervals.\n",
+             markdown_table(("program", "chosen plan", "against plain, as the session says", "combinations tried", "best of all", "regret",
+                             f"goal of at most {GOAL:.0%}"), rows)]
+    if measured:
+        worst = max(measured, key=lambda entry: entry["regret"])
+        mean = sum(entry["regret"] for entry in measured) / len(measured)
+        budgets = ", ".join(sorted({f"{entry['budget_s']:g} s" for entry in measured}))
+        parts.append(f"\nPrograms measured: {len(measured)}. Mean regret {mean:.1%}, largest {worst['regret']:.1%}. Budget for tuning: {budgets}.")
+    header = ("program", "combination", "against plain, screened", "against the chosen plan, fresh pairs", "remark")
+    parts += ["\n## The finalists\n", markdown_table(header, finals)]
+    return "\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", default="3m", help="time to tune each program (default 3m)")
+    parser.add_argument("--only", default="", help=f"only these programs, separated by commas: {', '.join(PROGRAMS)}")
+    parser.add_argument("--pairs", type=int, default=3, help="fresh pairs for each finalist (default 3)")
+    parser.add_argument("--finalists", type=int, default=FINALISTS, help="how many combinations meet the chosen plan again (default 3)")
+    parser.add_argument("--levers", default=",".join(SEARCHED), help="search only these, of " + ", ".join(SEARCHED))
+    parser.add_argument("--again", action="store_true", help="do again what is done already")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
+    args = parser.parse_args()
+    budget_s = Duration().convert(args.budget, None, None)
+    wanted = [word for word in args.only.split(",") if word] or list(PROGRAMS)
+    if unknown := set(wanted) - set(PROGRAMS):
+        parser.error(f"there is no {', '.join(sorted(unknown))}")
+    searched = {lever: SEARCHED[lever] for lever in args.levers.split(",") if lever in SEARCHED}
+    if len(searched) < len(args.levers.split(",")):
+        parser.error(f"--levers takes some of {', '.join(SEARCHED)}")
+    facts = look()
+    made = stamp(facts)
+    done = read_result("regret", made, args.out).get("programs", {})
+    for name in wanted:
+        if not (ROOT / PROGRAMS[name][0]).is_file():
+            print(f"{name}: left out, {PROGRAMS[name][0]} is not there", flush=True)
+            continue
+        if name in done and not args.again:
+            continue
+        print(f"{name} ...", flush=True)
+        done[name] = measure_program(name, budget_s, facts, args.pairs, args.finalists, searched)
+        done = {known: done[known] for known in PROGRAMS if known in done}
+        write_result("regret", made, page(done), {"programs": done, "searched": searched, "goal": GOAL}, folder=args.out)
+    if done:
+        paths = write_result("regret", made, page(done), {"programs": done, "searched": searched, "goal": GOAL}, folder=args.out)
+        print(f"\n{page(done)}\n\nwritten: {', '.join(path.name for path in paths)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Does captured steps again on fresh copies of modules and optimizers: plainly, under levers, or in float64."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.capture.ledger import Ledger
+from flatout.engine.applier import Applier
+from flatout.measure.parity import tensors_in
+from flatout.plan.plan import Choice
+
+UPDATE_STEPS = 8  # a step that is left out, or a state that is reset, every so often shows within these
+
+
+@dataclass
+class Played:
+    """By step: what the roots gave, gradients of all parameters, moves of all buffers. ``updates`` is how far the optimizers moved each parameter."""
+
+    outputs: list[list[Any]] = field(default_factory=list)
+    gradients: list[list[Any]] = field(default_factory=list)
+    moves: list[list[Any]] = field(default_factory=list)
+    updates: list[Any] = field(default_factory=list)
+    failure: str = ""
+
+
+class Replay:
+    """``frozen`` are the copies of (root modules, optimizers) that every play starts from; ``stepped`` the positions of the optimizers that step."""
+
+    def __init__(self, scene: Any, applier: Applier, frozen: Any, stepped: Sequence[int]) -> None:
+        self.scene, self.torch, self.applier, self.frozen, self.stepped = scene, scene.torch, applier, frozen, stepped
+        self._same_gradients: list[list[Any]] = []
+
+    def play(self, steps: Sequence[list[dict[str, Any]]], choices: Sequence[Choice] = (), double: bool = False) -> Played:
+        """The first play must be the plain one: its gradients are what every optimizer is given."""
+        roots, optimizers = copy.deepcopy(self.frozen)
+        if double:
+            _in_double(roots, optimizers, self.torch)
+        undo, failure = self._apply(_Stage(self.scene, roots, optimizers), choices)
+        played = Played(failure=failure)
+        try:
+            if not failure:
+                parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
+                for calls in steps:
+                    self._one_step(roots, parameters, calls, double, played)
+                self._same_gradients = self._same_gradients or played.gradients
+                self._update(parameters, optimizers, played)
+        finally:
+            for take_off in reversed(undo):
+                take_off()
+        return played
+
+    def _apply(self, stage: _Stage, choices: Sequence[Choice]) -> tuple[list[Callable[[], None]], str]:
+        undo: list[Callable[[], None]] = []
+        for choice in choices:
+            lever = self.applier.lever(choice)
+            if lever is None or lever.apply is None:
+                continue
+            ledger = Ledger()
+            try:
+                undo.append(lever.apply(stage, choice.value, ledger))
+            except Exception as error:
+                ledger.restore()
+                return undo, f"{choice.name}: {type(error).__name__}: {str(error)[:160]}"
+        return undo, ""
+
+    def _one_step(self, roots: list[Any], parameters: list[Any], calls: list[dict[str, Any]], double: bool, played: Played) -> None:
+        buffers = [b for root in roots for b in root.buffers() if b.is_floating_point()]
+        before = [b.detach().clone() for b in buffers]
+        for p in parameters:
+            p.grad = None
+        played.outputs.append([out for call in calls for out in self._one_call(roots[call["root"]], call, double)])
+        played.gradients.append([None if p.grad is None else p.grad.detach().clone() for p in parameters])
+        after = [b for root in roots for b in root.buffers() if b.is_floating_point()]
+        moves = [a.detach().double() - b.double() for a, b in zip(after, before, strict=True)]
+        played.moves.append(moves if any(bool((m != 0).any()) for m in moves) or (played.moves and played.moves[0]) else [])
+
+    def _one_call(self, root: Any, call: dict[str, Any], double: bool) -> list[Any]:
+        torch = self.torch
+        set_random_state(self.scene, call["random"])
+        convert = (lambda t: t.double() if t.is_floating_point() else t) if double else (lambda t: t)
+        args, kwargs = mapped(call["args"], convert, torch), mapped(call["kwargs"], convert, torch)
+        device, dtype, enabled = call["autocast"]
+        with torch.autocast(device, dtype=dtype, enabled=enabled and not double):
+            outputs = list(tensors_in(root(*args, **kwargs), torch))
+        pairs = [(outputs[at], grad) for at, grad in sorted(call["grads"].items()) if at < len(outputs) and outputs[at].requires_grad]
+        if pairs:
+            torch.autograd.backward([o for o, _ in pairs], [g.to(o.dtype).reshape(o.shape) for o, g in pairs])
+        return [o.detach().clone() for o in outputs if o.is_floating_point()]
+
+    def _update(self, parameters: list[Any], optimizers: list[Any], played: Played) -> None:
+        """Every optimizer steps on the gradients of the plain play, one after another and round again."""
+        torch = self.torch
+        stepping = [optimizers[at] for at in self.stepped]
+        if not stepping or any(_needs_closure(optimizer) for optimizer in stepping):
+            return
+        before = [p.detach().to(torch.float64, copy=True) for p in parameters]
+        for at in range(UPDATE_STEPS):
+            for p, grad in zip(parameters, self._same_gradients[at % len(self._same_gradients)], strict=True):
+                p.grad = None if grad is None else grad.to(p.dtype, copy=True)
+                if p.grad is not None and p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last):
+                    p.grad = p.grad.contiguous(memory_format=torch.channels_last)
+            for optimizer in stepping:
+                optimizer.step()
+        played.updates = [None if p.grad is None else p.detach().double() - b for p, b in zip(parameters, before, strict=True)]
+
+
+class _Stage:
+    """The Scene with copies in place of the live modules and optimizers; everything else is the Scene's."""
+
+    def __init__(self, scene: Any, roots: list[Any], optimizers: list[Any]) -> None:
+        self.scene, self.roots, self.optimizers = scene, roots, optimizers
+
+    @property
+    def parameters(self) -> list[Any]:
+        return [p for root in self.roots for p in root.parameters() if p.requires_grad]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scene, name)
+
+
+def _in_double(roots: list[Any], optimizers: list[Any], torch: Any) -> None:
+    for root in roots:
+        root.double()
+    for optimizer in optimizers:
+        for p, state in optimizer.state.items():
+            for key, held in state.items():
+                if isinstance(held, torch.Tensor) and held.is_floating_point() and held.shape == p.shape and held.dim():
+                    state[key] = held.double()
+
+
+def _needs_closure(optimizer: Any) -> bool:
+    """LBFGS asks for its closure; others take one if they get it."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def clone(thing: Any, torch: Any) -> Any:
+    return mapped(thing, lambda t: t.detach().clone(), torch)
+
+
+def mapped(thing: Any, convert: Callable[[Any], Any], torch: Any) -> Any:
+    """The same nest of lists, tuples and dictionaries with every tensor converted."""
+    if isinstance(thing, torch.Tensor):
+        return convert(thing)
+    if isinstance(thing, dict):
+        return {key: mapped(value, convert, torch) for key, value in thing.items()}
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return type(thing)(*(mapped(value, convert, torch) for value in thing))
+    if isinstance(thing, (list, tuple)):
+        return type(thing)(mapped(value, convert, torch) for value in thing)
+    return thing
+
+
+def random_state(scene: Any) -> tuple[Any, Any]:
+    torch = scene.torch
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if scene.device_type == "cuda" else None
+
+
+def set_random_state(scene: Any, state: tuple[Any, Any]) -> None:
+    scene.torch.set_rng_state(state[0])
+    if state[1] is not None:
+        scene.torch.cuda.set_rng_state_all(state[1])

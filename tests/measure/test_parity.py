@@ -1,0 +1,150 @@
+"""Digests and distances: the layout does not count, everything else does."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.measure.parity import STATISTICS_SAMPLES, batch_statistics, digest, relative_distance, tensors_in
+
+torch = pytest.importorskip("torch")
+
+seeds = st.integers(0, 2**31)
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+def random_tensor(seed, shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@given(seeds, st.tuples(*[st.integers(1, 4)] * 4))
+def test_the_memory_layout_does_not_count(seed, shape):
+    x = random_tensor(seed, shape)
+    assert digest([x], torch) == digest([x.contiguous(memory_format=torch.channels_last)], torch)
+    assert digest([x], torch) == digest([x.transpose(0, 1).contiguous().transpose(0, 1)], torch)
+    assert digest([x], torch) == digest([torch.cat([x, x])[: shape[0]]], torch)
+
+
+@given(seeds, shapes)
+def test_equal_content_has_an_equal_digest(seed, shape):
+    x = random_tensor(seed, shape)
+    assert digest([x], torch) == digest([x.clone()], torch) == digest([torch.nn.Parameter(x)], torch)
+
+
+@given(seeds, st.integers(1, 20), st.data())
+def test_one_bit_changes_the_digest(seed, size, data):
+    x = random_tensor(seed, (size,))
+    y = x.clone()
+    at = data.draw(st.integers(0, size - 1))
+    y[at] = torch.nextafter(y[at], torch.tensor(math.inf))
+    assert digest([x], torch) != digest([y], torch)
+
+
+def test_dtype_shape_and_order_count():
+    x = torch.zeros(4)
+    digests = [digest(tensors, torch) for tensors in ([x], [x.double()], [x.int()], [x.view(2, 2)], [x, x], [], [x[:3]], [x.bool()], [x.to(torch.bfloat16)])]
+    assert len(set(digests)) == len(digests)
+    y = torch.ones(4)
+    assert digest([x, y], torch) != digest([y, x], torch)
+
+
+def test_negative_zero_is_another_bit_pattern():
+    assert digest([torch.zeros(1)], torch) != digest([-torch.zeros(1)], torch)
+
+
+@pytest.mark.parametrize("tensor", [
+    lambda: torch.eye(3).to_sparse(), lambda: torch.zeros(0), lambda: torch.tensor(3.0), lambda: torch.zeros(2, dtype=torch.complex64),
+    lambda: torch.zeros(3, requires_grad=True) * 2, lambda: torch.zeros(2, 3).expand(4, 2, 3)])
+def test_every_kind_of_tensor_has_a_digest(tensor):
+    assert digest([tensor()], torch) == digest([tensor()], torch)
+    assert len(digest([tensor()], torch)) == 16
+
+
+@given(st.recursive(st.just(None) | st.integers() | st.just("tensor"),
+                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3), max_leaves=12))
+def test_tensors_are_found_in_order_in_any_batch(shape):
+    made = []
+
+    def build(thing):
+        if thing == "tensor":
+            made.append(torch.full((1,), float(len(made))))
+            return made[-1]
+        if isinstance(thing, list):
+            return [build(t) for t in thing]
+        if isinstance(thing, dict):
+            return {k: build(v) for k, v in thing.items()}
+        return thing
+
+    batch = build(shape)
+    found = list(tensors_in(batch, torch))
+    assert [id(t) for t in found] == [id(t) for t in made][: len(found)]
+    assert len(found) <= len(made)
+
+
+def test_a_batch_that_holds_itself_ends():
+    batch: list = [torch.zeros(1)]
+    batch.append(batch)
+    assert len(list(tensors_in(batch, torch))) >= 1
+
+
+# -- statistics of a batch ------------------------------------------------------------------------------------------
+
+
+def test_a_flip_a_constant_and_a_crop_are_seen():
+    x = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)) + torch.linspace(0, 1, 16)
+    plain = torch.tensor(batch_statistics([x, torch.arange(8)], torch))
+    assert plain.shape == (8, 4)
+    flipped = torch.tensor(batch_statistics([x.flip(-1)], torch))
+    assert torch.allclose(flipped[:, 2], -plain[:, 2], atol=1e-5)
+    brighter = torch.tensor(batch_statistics([x + 0.25], torch))
+    assert torch.allclose(brighter[:, 0], plain[:, 0] + 0.25, atol=1e-5)
+    assert torch.allclose(brighter[:, 1:], plain[:, 1:], atol=1e-5)
+    assert not torch.allclose(torch.tensor(batch_statistics([x[..., :8]], torch))[:, 0], plain[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [([], 0), (None, 0), ("text", 0), (torch.arange(5), 0), (torch.zeros(3, 2, dtype=torch.long), 0), (torch.zeros(3, 2, 4, dtype=torch.uint8), 3),
+     ({"x": torch.zeros(2, 5)}, 2), (torch.zeros(1000, 2), STATISTICS_SAMPLES), (torch.zeros(2, 1), 2), (torch.zeros(0, 3), 0)],
+)
+def test_batches_of_every_kind(batch, rows):
+    found = batch_statistics(batch, torch)
+    assert len(found) == rows
+    assert all(len(row) == 4 and all(math.isfinite(v) for v in row) for row in found)
+
+
+# -- distances ------------------------------------------------------------------------------------------------------
+
+
+@given(seeds, st.lists(shapes, min_size=1, max_size=3))
+def test_the_distance_from_itself_is_zero(seed, found):
+    tensors = [random_tensor(seed + at, shape) for at, shape in enumerate(found)]
+    assert relative_distance(tensors, [t.clone() for t in tensors], torch) == 0.0
+
+
+@given(seeds, st.floats(0.01, 100), st.floats(0.001, 10))
+def test_distance_is_relative_and_homogeneous(seed, scale, error):
+    reference = [random_tensor(seed, (5,)).double(), random_tensor(seed + 1, (2, 3)).double()]
+    moved = [t * (1 + error) for t in reference]
+    assert relative_distance(moved, reference, torch) == pytest.approx(error, rel=1e-6)
+    assert relative_distance([t * scale for t in moved], [t * scale for t in reference], torch) == pytest.approx(error, rel=1e-6)
+
+
+def test_missing_gradients_count_as_zero():
+    x = torch.ones(4)
+    assert relative_distance([None, x], [None, x], torch) == 0.0
+    assert relative_distance([None], [x], torch) == 1.0
+    assert relative_distance([x], [None], torch) == math.inf
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_infinitely_far(bad):
+    assert relative_distance([torch.tensor([bad])], [torch.ones(1)], torch) == math.inf
+
+
+def test_another_number_of_tensors_is_an_error():
+    with pytest.raises(ValueError, match="argument"):
+        relative_distance([torch.ones(1)], [], torch)

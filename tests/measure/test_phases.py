@@ -1,0 +1,166 @@
+"""Phases of a step, under a clock that the test turns by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.measure.clock import HostClock, clock_for, cpu_seconds, seconds, today
+from flatout.measure.phases import KEPT_STEPS, PhaseRecorder
+from flatout.plan.records import PHASES
+
+
+class HandClock:
+    """Milliseconds that pass only when told; stands for a device whose work is done later."""
+
+    name = "hand"
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.settled = 0
+
+    def mark(self) -> float:
+        return self.now
+
+    def elapsed_ms(self, start: float, end: float) -> float:
+        return end - start
+
+    def settle(self) -> None:
+        self.settled += 1
+
+
+@pytest.fixture
+def hand():
+    """A recorder whose host clock and device clock are one, and a function that lets a step happen."""
+    return made()
+
+
+def made():
+    clock = HandClock()
+    recorder = PhaseRecorder(clock)
+    recorder._host = clock  # type: ignore[assignment]
+
+    def step(**spans: float) -> None:
+        start = clock.mark()
+        for phase, ms in spans.items():
+            if phase != "other":
+                recorder.begin(phase)
+            clock.now += ms
+            if phase != "other":
+                recorder.end(phase)
+        recorder.step(start, clock.mark())
+
+    return clock, recorder, step
+
+
+def test_each_phase_gets_its_time(hand):
+    _, recorder, step = hand
+    step(data=1, forward=2, backward=4, optimizer=1, other=2)
+    summary = recorder.summary()
+    assert {name: phase.median_ms for name, phase in summary.items()} == {"data": 1, "copy": 0, "forward": 2, "backward": 4, "optimizer": 1, "other": 2}
+    assert {name: phase.share for name, phase in summary.items()} == {"data": 0.1, "copy": 0, "forward": 0.2, "backward": 0.4, "optimizer": 0.1, "other": 0.2}
+
+
+@given(st.lists(st.fixed_dictionaries({p: st.floats(0.01, 100) for p in ("data", "forward", "backward", "other")}), min_size=1, max_size=20))
+def test_shares_add_up_and_quartiles_are_ordered(steps):
+    _, recorder, step = made()
+    for spans in steps:
+        step(**spans)
+    summary = recorder.summary()
+    assert set(summary) == set(PHASES)
+    assert sum(phase.share for phase in summary.values()) == pytest.approx(1.0)
+    assert all(0 <= phase.low_ms <= phase.median_ms <= phase.high_ms for phase in summary.values())
+
+
+def test_several_spans_of_one_phase_add_up(hand):
+    """Accumulation: two forwards and two backwards in one step."""
+    clock, recorder, _ = hand
+    start = clock.mark()
+    for _ in range(2):
+        for phase, ms in (("forward", 3), ("backward", 5)):
+            recorder.begin(phase)
+            clock.now += ms
+            recorder.end(phase)
+    recorder.step(start, clock.mark())
+    summary = recorder.summary()
+    assert (summary["forward"].median_ms, summary["backward"].median_ms, summary["other"].median_ms) == (6, 10, 0)
+
+
+def test_a_closure_is_not_optimizer_time(hand):
+    """LBFGS calls forward and backward inside its step."""
+    clock, recorder, _ = hand
+    start = clock.mark()
+    recorder.begin("optimizer")
+    clock.now += 1
+    recorder.begin("forward")
+    clock.now += 4
+    recorder.end("forward")
+    recorder.begin("backward")
+    clock.now += 5
+    recorder.end("backward")
+    recorder.end("optimizer")
+    recorder.step(start, clock.mark())
+    summary = recorder.summary()
+    assert (summary["forward"].median_ms, summary["backward"].median_ms, summary["optimizer"].median_ms) == (4, 5, 1)
+
+
+def test_an_end_without_a_beginning_is_nothing(hand):
+    _, recorder, step = hand
+    recorder.end("forward")
+    step(backward=1)
+    assert recorder.summary()["forward"].median_ms == 0
+
+
+def test_forgetting_drops_what_was_open_and_what_was_kept(hand):
+    clock, recorder, step = hand
+    step(forward=100)
+    recorder.begin("backward")
+    recorder.forget()
+    clock.now += 1000
+    recorder.end("backward")
+    assert recorder.summary() == {}
+    step(forward=1)
+    assert recorder.summary()["forward"].median_ms == 1
+
+
+def test_a_long_run_keeps_its_last_steps(hand):
+    _, recorder, step = hand
+    for _ in range(KEPT_STEPS):
+        step(forward=1)
+    for _ in range(KEPT_STEPS):
+        step(forward=9)
+    assert recorder.summary()["forward"].low_ms == 9
+
+
+def test_the_device_is_waited_for_once_and_at_the_end(hand):
+    clock, recorder, step = hand
+    for _ in range(10):
+        step(forward=1, backward=1)
+    assert clock.settled == 0
+    recorder.summary()
+    assert clock.settled == 1
+
+
+# -- the real clocks ------------------------------------------------------------------------------------------------
+
+
+def test_the_host_clock_counts_milliseconds_and_never_goes_back():
+    clock = HostClock()
+    marks = [clock.mark() for _ in range(100)]
+    assert marks == sorted(marks)
+    assert clock.elapsed_ms(0, 2_500_000) == 2.5
+    first, used = seconds(), cpu_seconds()
+    sum(range(100_000))
+    assert seconds() >= first
+    assert cpu_seconds() >= used
+
+
+def test_the_cpu_has_the_host_clock():
+    assert clock_for(None, "cpu").name == "host"
+
+
+def test_today_is_utc_and_sorts():
+    import re
+
+    assert re.fullmatch(r"20\d\d-[01]\d-[0-3]\dT[0-2]\d:[0-5]\d:[0-6]\dZ", today())

@@ -1,0 +1,194 @@
+"""Laws of the ratios: what is the same is one, units do not matter, swapping sides inverts, the interval holds the median."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from flatout.measure.statistics import OUTLIER_FACTOR, Round, block_ms, compare, geometric_mean, median, quantile, two_sample_ks
+
+times = st.floats(1e-3, 1e5)
+rounds = st.builds(Round, times, times)
+pairs = st.lists(st.lists(rounds, min_size=1, max_size=6), min_size=1, max_size=4)
+numbers = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30)
+close = {"rel": 1e-6, "abs": 1e-9}
+
+
+@given(pairs)
+def test_a_against_a_is_one(found):
+    same = [[Round(r.a_ms, r.a_ms) for r in pair] for pair in found]
+    assert compare(same).median == 1.0
+
+
+@given(pairs)
+def test_the_interval_holds_the_median(found):
+    ratio = compare(found)
+    assert 0 < ratio.low <= ratio.median <= ratio.high < math.inf
+
+
+@given(pairs, st.floats(1e-2, 1e2))
+def test_a_unit_of_time_does_not_matter(found, factor):
+    scaled = [[Round(r.a_ms * factor, r.b_ms * factor) for r in pair] for pair in found]
+    one, other = compare(found), compare(scaled)
+    assert (one.median, one.low, one.high) == pytest.approx((other.median, other.low, other.high), **close)
+
+
+@given(pairs, st.floats(1e-2, 1e2))
+def test_a_faster_b_is_a_larger_ratio_in_proportion(found, factor):
+    faster = [[Round(r.a_ms, r.b_ms / factor) for r in pair] for pair in found]
+    one, other = compare(found), compare(faster)
+    assert (other.median, other.low, other.high) == pytest.approx((one.median * factor, one.low * factor, one.high * factor), **close)
+
+
+@given(pairs)
+def test_swapping_the_sides_inverts(found):
+    swapped = compare([[Round(r.b_ms, r.a_ms) for r in pair] for pair in found])
+    assert swapped.median == pytest.approx(1 / compare(found).median, **close)
+
+
+@given(pairs)
+def test_slowing_one_round_of_b_never_raises_the_ratio(found):
+    slower = [list(pair) for pair in found]
+    slower[0][0] = Round(found[0][0].a_ms, found[0][0].b_ms * 2)
+    assert compare(slower).median <= compare(found).median * (1 + 1e-9)
+
+
+@given(pairs)
+def test_the_same_rounds_give_the_same_answer(found):
+    assert compare(found) == compare(found)
+
+
+@given(st.lists(rounds, min_size=1, max_size=2))
+def test_two_rounds_are_never_a_narrow_interval(found):
+    """One round, or two equal ones, say little; the interval must not pretend."""
+    ratio = compare([found])
+    assert ratio.high > ratio.low or len(found) == 2
+    if len(found) == 1:
+        assert ratio.high / ratio.low >= 1.1
+
+
+def test_nothing_measured_is_an_error():
+    with pytest.raises(ValueError, match="nothing was measured"):
+        compare([])
+    with pytest.raises(ValueError, match="nothing was measured"):
+        compare([[], []])
+
+
+def test_n_counts_pairs_or_the_rounds_of_one_pair():
+    one = Round(2.0, 1.0)
+    assert compare([[one] * 5]).n == 5
+    assert compare([[one] * 5, [one] * 2, [one]]).n == 3
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    """Four processes a side that differ for their whole life by 10 %, six noisy rounds each: 200 experiments with a true ratio of 1.2."""
+    rng = random.Random(1)
+    covered = 0
+    for _ in range(200):
+        experiment = []
+        for _ in range(4):
+            life = math.log(1.2) + rng.gauss(0, 0.1)
+            experiment.append([Round(math.exp(life + rng.gauss(0, 0.05)), 1.0) for _ in range(6)])
+        ratio = compare(experiment)
+        covered += ratio.low <= 1.2 <= ratio.high
+    assert covered >= 150  # four pairs alone cannot promise the full 95 %; a bootstrap that ignored pairs covers fewer than 60
+
+
+# -- blocks and order -----------------------------------------------------------------------------------------------
+
+
+@given(st.lists(times, min_size=1, max_size=40))
+def test_a_block_lies_within_its_ticks(ticks):
+    assert min(ticks) * (1 - 1e-9) <= block_ms(ticks) <= max(ticks) * (1 + 1e-9)
+
+
+@given(st.lists(st.floats(1.0, 2.0), min_size=5, max_size=40), st.floats(50, 1e6))
+def test_an_evaluation_inside_a_block_is_not_a_step(ticks, pause):
+    assert pause > OUTLIER_FACTOR * 2.0
+    assert block_ms([*ticks, pause]) == pytest.approx(block_ms(ticks))
+
+
+@given(st.lists(times, min_size=1, max_size=20), st.floats(1e-2, 1e2))
+def test_a_block_scales(ticks, factor):
+    assume(all(abs(t - OUTLIER_FACTOR * median(ticks)) > 1e-6 * t for t in ticks))
+    assert block_ms([t * factor for t in ticks]) == pytest.approx(block_ms(ticks) * factor, rel=1e-6)
+
+
+@given(numbers)
+def test_median_is_the_middle_quantile_and_has_half_on_each_side(values):
+    middle = median(values)
+    assert middle == pytest.approx(quantile(values, 0.5))
+    assert sum(v <= middle for v in values) * 2 >= len(values)
+    assert sum(v >= middle for v in values) * 2 >= len(values)
+
+
+@given(numbers, st.floats(0, 1), st.floats(0, 1))
+def test_quantiles_are_monotone_and_within(values, p, q):
+    p, q = min(p, q), max(p, q)
+    assert min(values) - 1e-6 <= quantile(values, p) <= quantile(values, q) + 1e-6
+    assert quantile(values, q) <= max(values) + 1e-6
+    assert quantile(values, 0) == min(values)
+    assert quantile(values, 1) == max(values)
+
+
+@given(numbers, st.randoms(use_true_random=False))
+def test_order_does_not_matter(values, rng):
+    shuffled = values[:]
+    rng.shuffle(shuffled)
+    assert median(shuffled) == median(values)
+    assert quantile(shuffled, 0.3) == quantile(values, 0.3)
+
+
+@pytest.mark.parametrize("empty", [median, lambda v: quantile(v, 0.5)])
+def test_the_middle_of_nothing_is_an_error(empty):
+    with pytest.raises(ValueError, match="of nothing"):
+        empty([])
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=10))
+def test_geometric_mean_of_inverses(values):
+    assert geometric_mean([1 / v for v in values]) == pytest.approx(1 / geometric_mean(values))
+
+
+# -- two samples ----------------------------------------------------------------------------------------------------
+
+
+@given(numbers)
+def test_a_sample_fits_itself(values):
+    assert two_sample_ks(values, values) == 1.0
+
+
+@given(numbers, numbers)
+def test_p_is_a_probability_and_sides_do_not_matter(a, b):
+    p = two_sample_ks(a, b)
+    assert 0.0 <= p <= 1.0
+    assert p == pytest.approx(two_sample_ks(b, a))
+
+
+@given(numbers, numbers, st.floats(0.1, 10), st.floats(-100, 100))
+def test_only_the_order_of_values_counts(a, b, factor, shift):
+    moved = [[v * factor + shift for v in side] for side in (a, b)]
+    assume(all(len(set(m)) == len(set(v)) for m, v in zip(moved, (a, b), strict=True)) and len(set(moved[0] + moved[1])) == len(set(a + b)))
+    assert two_sample_ks(*moved) == pytest.approx(two_sample_ks(a, b))
+
+
+@pytest.mark.parametrize("n", [50, 200, 1000])
+def test_other_distributions_are_seen_and_equal_ones_are_not(n):
+    rng = random.Random(0)
+    a = [rng.gauss(0, 1) for _ in range(n)]
+    b = [rng.gauss(0, 1) for _ in range(n)]
+    far = [rng.gauss(1.5, 1) for _ in range(n)]
+    assert two_sample_ks(a, b) > 0.01
+    assert two_sample_ks(a, far) < 1e-4
+
+
+def test_agrees_with_scipy():
+    scipy = pytest.importorskip("scipy.stats")
+    rng = random.Random(2)
+    for shift in (0.0, 0.2, 0.5):
+        a, b = [rng.gauss(0, 1) for _ in range(300)], [rng.gauss(shift, 1) for _ in range(200)]
+        assert two_sample_ks(a, b) == pytest.approx(scipy.ks_2samp(a, b, method="asymp").pvalue, rel=0.25, abs=0.01)

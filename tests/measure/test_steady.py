@@ -1,0 +1,55 @@
+"""When a program counts as warm."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.measure.steady import LONGEST_WARMUP_S, LONGEST_WARMUP_TICKS, TOLERANCE, WINDOW, is_steady
+
+ticks = st.lists(st.floats(0.01, 900), max_size=40)
+
+
+def test_nothing_is_not_steady():
+    assert not is_steady([], 0.0)
+    assert not is_steady([], 1e9)
+
+
+@given(st.floats(0.01, 900), st.integers(1, 50))
+def test_even_ticks_are_steady_after_two_windows(ms, count):
+    assert is_steady([ms] * count, 1.0) == (count >= 2 * WINDOW)
+
+
+@given(ticks, st.floats(0.01, 100))
+def test_the_unit_does_not_matter_below_a_second(found, factor):
+    scaled = [t * factor for t in found]
+    if all(t < 900 for t in scaled) and found:
+        near = [abs(abs(a - b) - TOLERANCE * max(a, b)) < 1e-9 * max(a, b) for a in found for b in found]
+        if not any(near):
+            assert is_steady(scaled, 1.0) == is_steady(found, 1.0)
+
+
+@given(st.lists(st.floats(0.01, 1e6), min_size=1, max_size=40))
+def test_patience_runs_out(found):
+    """A program that never settles is measured all the same."""
+    assert is_steady(found, LONGEST_WARMUP_S)
+    assert is_steady((found * LONGEST_WARMUP_TICKS)[:LONGEST_WARMUP_TICKS], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "steady"),
+    [
+        ([100, 90, 60, 50, 40, 30, 20, 15], False),  # still falling
+        ([900, 10, 10, 10, 10, 10, 10, 10], True),  # one slow start
+        ([10, 10, 10, 10, 12, 12, 12, 12], False),  # 17 % apart
+        ([10, 10, 10, 10, 11, 11, 11, 11], True),
+        ([10, 10, 10, 500, 10, 10, 10, 11], True),  # an evaluation in between
+        ([5000.0], False),
+        ([5000.0, 5100.0], True),  # a tick of seconds is taken early
+        ([9000.0, 5000.0], False),
+        ([9000.0, 5000.0, 5200.0], True),
+    ],
+)
+def test_examples(found, steady):
+    assert is_steady(found, 1.0) is steady
