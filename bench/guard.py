@@ -184,7 +184,8 @@ def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
 def page(rows: list[dict[str, Any]], spent_s: float) -> str:
     found = counts(rows)
     parts = ["# The guard's test bed\n",
-             f"Broken levers accepted: **{found['false_accepts']} of {found['broken']}**. Sound levers refused: **{found['false_rejects']} of {found['sound']}**.",
+             f"Broken levers accepted: **{found['false_accepts']} of {found['broken']}**. "
+             f"Sound levers refused: **{found['false_rejects']} of {found['sound']}**.",
              f"One case is a lever in a program; {len(SEEDS)} seeds each; {spent_s / 60:.0f} minutes in all.\n",
              "*check* is the comparison that decided: the first that failed, else the one that came nearest to its limit. A p-value (distribution) must",
              "stay above its limit, every other value at or below it; a bitwise comparison has neither. What a deviation rarer than the steps that were",
@@ -223,7 +224,8 @@ def main() -> int:
     found = counts(rows)
     text, data = write_result("guard", made, page(rows, seconds() - start), {"rows": rows, "counts": found, "seeds": SEEDS},
                               **({"folder": args.out} if args.out else {}))
-    print(f"broken levers accepted: {found['false_accepts']} of {found['broken']}; sound levers refused: {found['false_rejects']} of {found['sound']}\n{text}\n{data}")
+    print(f"broken levers accepted: {found['false_accepts']} of {found['broken']}")
+    print(f"sound levers refused: {found['false_rejects']} of {found['sound']}\n{text}\n{data}")
     return 1 if found["false_accepts"] else 0
 
 

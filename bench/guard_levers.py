@@ -40,6 +40,15 @@ def with_layer(*names: str) -> When:
     return lambda scene: "" if scene.has_layer(*names) else f"no layer {names[0]}"
 
 
+def with_weights(count: int) -> When:
+    return lambda scene: "" if sum(p.numel() for p in scene.parameters) > count else f"at most {count} parameters"
+
+
+def without_tokens(scene: Any) -> str:
+    """A loss that is the mean over hundreds of tokens does not feel one more or less: 0.1 to 0.3 per cent."""
+    return "the loss is a mean over hundreds of tokens" if scene.has_layer("Embedding") else ""
+
+
 def with_transform(*names: str) -> When:
     """The first data set that was loaded has a list of transforms with one of these. Before there is a loader it cannot be told."""
     def when(scene: Any) -> str:
@@ -116,13 +125,6 @@ def zero_grad_none(scene: Any, value: Any, ledger: Any) -> Undo:
 
 
 # -- bad: gradients and forward -------------------------------------------------------------------------------------------
-
-
-def eight_bit_gradients(scene: Any, value: Any, ledger: Any) -> Undo:
-    def rounded(g: Any) -> Any:
-        step = g.abs().max().clamp_min(1e-30) / 127
-        return (g / step).round() * step
-    return hook_gradients(scene, ledger, rounded)
 
 
 def dropout_off(scene: Any, value: Any, ledger: Any) -> Undo:
@@ -238,20 +240,25 @@ def weight_decay_lost(scene: Any, value: Any, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def bf16_weights(scene: Any, value: Any, ledger: Any) -> Undo:
-    """The weights themselves are kept in bfloat16: small updates are lost."""
-    torch = scene.torch
+def coarse_weights(coarse: Callable[[Any], Any]) -> Callable[[Any, Any, Any], Undo]:
+    """The weights themselves are kept in few bits: small updates are lost."""
+    def apply(scene: Any, value: Any, ledger: Any) -> Undo:
+        def make(optimizer: Any, step: Callable) -> Callable:
+            def rounded(*args: Any, **kwargs: Any) -> Any:
+                result = step(*args, **kwargs)
+                with scene.torch.no_grad():
+                    for p in (p for group in optimizer.param_groups for p in group["params"]):
+                        p.copy_(coarse(p))
+                return result
+            return rounded
+        return around_step(scene, ledger, make)
+    return apply
 
-    def make(optimizer: Any, step: Callable) -> Callable:
-        def coarse(*args: Any, **kwargs: Any) -> Any:
-            result = step(*args, **kwargs)
-            with torch.no_grad():
-                for group in optimizer.param_groups:
-                    for p in group["params"]:
-                        p.copy_(p.to(torch.bfloat16))
-            return result
-        return coarse
-    return around_step(scene, ledger, make)
+
+def eight_bits(x: Any) -> Any:
+    """127 levels and a sign for a whole tensor."""
+    step = x.abs().max().clamp_min(1e-30) / 127
+    return (x / step).round() * step
 
 
 # -- bad: data ------------------------------------------------------------------------------------------------------------
@@ -314,23 +321,30 @@ def _bad(of: str, when: When = anywhere) -> Lever:
     return replace(_lever(f"{of}.known_bad", effect, lever.known_bad, when, moment), live=lever.live)
 
 
-def _good(name: str, of: str, *values: Any) -> Lever:
+def _good(of: str, value: Any, when: When = anywhere, name: str = "") -> Lever:
     """A lever of the shelf, tried although it would bring no speed here."""
-    return replace(OF_SHELF[of], name=name, applies=lambda facts, scene: Options(values))
+    def applies(facts: Any, scene: Any) -> Options | Skip:
+        reason = when(scene)
+        return Skip(reason) if reason else Options((value,))
+
+    return replace(OF_SHELF[of], name=name or of, applies=applies)
+
+
+def _runs_in_bf16(scene: Any) -> str:
+    return "oneDNN has no bfloat16 LSTM on many processors" if scene.has_layer("LSTM") and scene.device_type == "cpu" else ""
 
 
 GOOD: tuple[Lever, ...] = (
     OF_SHELF["malloc"],
     OF_SHELF["threads"],
     OF_SHELF["gc_pause"],
-    _good("debug_off", "debug_off", True),
+    _good("debug_off", True),
     OF_SHELF["loader"],
     OF_SHELF["channels_last"],
-    _good("autocast", "autocast", "bfloat16"),
+    _good("autocast", "bfloat16", _runs_in_bf16),
     OF_SHELF["compile"],
     OF_SHELF["fused_optimizer"],
-    replace(OF_SHELF["fused_optimizer"], name="foreach_optimizer",
-            applies=lambda facts, scene: Options(("foreach",)) if scene.optimizers else Skip("no optimizer object")),
+    _good("fused_optimizer", "foreach", with_optimizer, "foreach_optimizer"),
     _lever("zero_grad_none", EXACT, zero_grad_none, with_optimizer),
     _lever("bf16_like_noise", ROUNDING, bf16_like_noise),
     _lever("ten_bit_products", ROUNDING, ten_bit_products),
@@ -343,26 +357,28 @@ BAD: tuple[Lever, ...] = (
     _bad("cudnn_benchmark"),  # the last parameter's gradient dropped
     _bad("threads"),  # a race on the first parameter
     _bad("tf32"),  # weights of four bits and a sign
-    _bad("reduced_precision"),  # inputs of three bits
+    _bad("reduced_precision", lambda scene: "the inputs are integers" if scene.has_layer("Embedding") else ""),  # inputs of three bits
     _bad("autocast"),  # gradients scaled, never unscaled
     _bad("channels_last", with_images),  # height read as width
     _bad("compile", with_layer("BatchNorm", "Dropout")),  # batch statistics frozen
     _bad("fused_optimizer", with_optimizer),  # learning rate doubled
     _bad("loader", with_images),  # images brighter
-    _lever("eight_bit_gradients", ROUNDING, eight_bit_gradients),
+    # Over the ten gradients of the linear model eight bits are as fine as bfloat16.
+    _lever("eight_bit_gradients", ROUNDING, lambda scene, value, ledger: hook_gradients(scene, ledger, eight_bits), with_weights(100)),
     _lever("gradients_twice", ROUNDING, lambda scene, value, ledger: hook_gradients(scene, ledger, lambda g: 2 * g)),
     _lever("dropout_off", ROUNDING, dropout_off, with_layer("Dropout")),
     _lever("stale_batchnorm", ROUNDING, stale_batchnorm, with_layer("BatchNorm")),
     _lever("stale_gradient", ROUNDING, stale_gradient, with_optimizer),
     _lever("label_smoothing", ROUNDING, label_smoothing, lambda scene: "" if not scene.has_layer("Linear") or len(scene.parameters) > 2 else "no classes"),
-    _lever("off_by_one_mean", ROUNDING, off_by_one_mean),
+    _lever("off_by_one_mean", ROUNDING, off_by_one_mean, without_tokens),
     _lever("zero_grad_lost", ROUNDING, zero_grad_lost),
     _lever("clip_lost", ROUNDING, clip_lost, lambda scene: "" if scene.has_layer("Embedding") else "nothing is clipped"),
     _lever("step_4_skipped", ROUNDING, skipped_step(4), with_optimizer),
     _lever("step_10_skipped", ROUNDING, skipped_step(10), with_optimizer),
     _lever("state_lost", ROUNDING, state_lost, with_optimizer),
     _lever("weight_decay_lost", ROUNDING, weight_decay_lost, with_group("weight_decay")),
-    _lever("bf16_weights", ROUNDING, bf16_weights, with_optimizer),
+    _lever("bf16_weights", ROUNDING, coarse_weights(lambda p: p.bfloat16()), with_optimizer),
+    _lever("eight_bit_weights", ROUNDING, coarse_weights(eight_bits), with_optimizer),
     _lever("other_constants", RESAMPLED, other_constants, with_transform("Normalize"), Moment.LOADER),
     _lever("no_augmentation", RESAMPLED, no_augmentation, with_transform("Random"), Moment.LOADER),
     _lever("no_flip", RESAMPLED, no_flip, with_transform("RandomHorizontalFlip"), Moment.LOADER),

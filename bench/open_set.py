@@ -11,7 +11,8 @@ script for which the tuner keeps the plain program counts as 1.
 Transparency (--transparent). `flatout trial --plan none --seed 0` against a recorder of 60 lines that shares no code with flatout: the
 loss of every backward pass must agree bit for bit; a script that ends by itself must have the same output and exit code.
 
-Both write what they have after every script and skip, when started again in the same month, the scripts they have done.
+Both write what they have after every script and skip, when started again in the same month, the scripts they have done; what failed is
+tried again.
 """
 
 from __future__ import annotations
@@ -46,16 +47,17 @@ PAIRS = 3
 OVERTIME = 2.0  # a tuner that takes this many times its budget, and two minutes, is ended and counted as failed
 
 
-def tune(argv: list[str], budget_s: float, job: Path) -> tuple[SessionRecord | None, str]:
+def tune(argv: list[str], budget_s: float, job: Path, longest_s: float | None = None) -> tuple[SessionRecord | None, str]:
     """`flatout tune` in a process of its own, in the present folder. The session, and what went wrong."""
+    longest_s = longest_s or OVERTIME * budget_s + 120
     command = [sys.executable, "-m", "flatout", "tune", "--budget", f"{budget_s:g}s", "--job", str(job), "--no-write", *argv]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        said, _ = process.communicate(timeout=OVERTIME * budget_s + 120)
+        said, _ = process.communicate(timeout=longest_s)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=60)
-        return None, f"the tuner did not end within {OVERTIME * budget_s + 120:.0f} s"
+        return None, f"the tuner did not end within {longest_s:.0f} s"
     except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
         process.wait(60)
@@ -167,7 +169,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only these scripts, separated by commas")
     parser.add_argument("--transparent", action="store_true", help="compare losses, output and exit code instead of tuning")
     parser.add_argument("--steps", type=int, default=30, help="with --transparent: steps after the warm-up (default 30)")
-    parser.add_argument("--limit", default="5m", help="with --transparent: the longest that one run of a script may take (default 5m)")
+    parser.add_argument("--limit", default="10m", help="with --transparent: the longest that one run of a script may take (default 10m)")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="fresh pairs of the second measurement (default 3)")
     parser.add_argument("--again", action="store_true", help="do again what is done already")
     parser.add_argument("--keep", type=Path, help="keep each script's records (session, report, trials) in this folder")
@@ -187,7 +189,7 @@ def main() -> None:
     order = [s["name"] for s in scripts]
     for script in scripts:
         name = script["name"]
-        if (only and name not in only) or (name in done and not args.again):
+        if (only and name not in only) or (name in done and not args.again and "failed" not in (done[name].get("status"), done[name].get("verdict"))):
             continue
         print(f"{name} ...", flush=True)
         if args.transparent:

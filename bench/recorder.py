@@ -15,6 +15,9 @@ import sys
 
 
 def main():
+    if len(sys.argv) < 4 or sys.argv[1] in ("-h", "--help"):
+        print(__doc__)
+        sys.exit(0 if len(sys.argv) > 1 else 2)
     log, count, rest = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
     as_module = rest[0] == "-m"
     if as_module:

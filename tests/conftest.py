@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Set before anybody imports torch: on few, shared cores small operations spend their time waking threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 MARK = "FLATOUT_TEST_RUN"
 GRACE_S = 8.0  # how long a program that was told to go may take
 

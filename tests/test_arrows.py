@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "cli": set(NUMBER) - {"cli"},
 }
 # What may be imported as a file is loaded, beside the standard library. Everything else waits inside a function.
-HEAVY_AT_TOP = {"kernels": {"torch", "triton"}, "pipeline": {"torch"}, "cli": {"click", "rich"},
+HEAVY_AT_TOP = {"kernels": {"torch", "triton"}, "pipeline": {"torch"}, "launch": {"psutil"}, "cli": {"click", "rich"},
                 "render": {"rich", "jinja2", "markupsafe", "plotly"}}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "core", "manager"}
 

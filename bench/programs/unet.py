@@ -23,7 +23,7 @@ def block(inputs, outputs):
 
 
 class UNet(nn.Module):
-    def __init__(self, width=24):
+    def __init__(self, width=12):
         super().__init__()
         self.down1, self.down2, self.middle = block(1, width), block(width, 2 * width), block(2 * width, 2 * width)
         self.up, self.out = nn.ConvTranspose2d(2 * width, width, 2, stride=2), nn.Sequential(block(2 * width, width), nn.Conv2d(width, 1, 1))

@@ -377,10 +377,27 @@ def gradients_asked_for_by_hand(out):
     return [model]
 
 
-PROGRAMS = [plain, with_a_loader, next_batch_between_forward_and_backward, no_optimizer, closure, gan, critic_steps_more_often, one_optimizer_a_parameter,
-            accumulation, grad_scaler, grad_scaler_switched_off, double_backward, backward_with_create_graph, loss_on_the_module, evaluation_in_between,
-            duck_typed_optimizer, wrapper_optimizer, optimizer_made_anew, with_a_scheduler, autocast_of_its_own, several_losses_at_once,
-            gradients_asked_for_by_hand]
+def reentrant_checkpoint(out):
+    """Calls backward inside the backward pass."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = functional.mse_loss(checkpoint(model, x.requires_grad_(), use_reentrant=True), y)
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return [model]
+
+
+PROGRAMS = [
+    plain, reentrant_checkpoint, with_a_loader, next_batch_between_forward_and_backward, no_optimizer, closure, gan, critic_steps_more_often,
+    one_optimizer_a_parameter, accumulation, grad_scaler, grad_scaler_switched_off, double_backward, backward_with_create_graph, loss_on_the_module,
+    evaluation_in_between, duck_typed_optimizer, wrapper_optimizer, optimizer_made_anew, with_a_scheduler, autocast_of_its_own,
+    several_losses_at_once, gradients_asked_for_by_hand,
+]
 
 
 def trained(program):
@@ -414,6 +431,7 @@ def test_the_steps_are_found_and_nothing_changes(program, enter):
         (closure, {"closure_steps": True, "boundaries": "optimizer"}),
         (gan, {"backwards_per_step": 3, "boundaries": "optimizer"}),
         (accumulation, {"backwards_per_step": 3}),
+        (reentrant_checkpoint, {"backwards_per_step": 1}),
         (loss_on_the_module, {"roots": ["WithItsLoss"]}),
         (with_a_loader, {"device": "cpu", "parameters": 97, "dtypes": ["torch.float32"]}),
     ],

@@ -27,19 +27,22 @@ class AfterImport(importlib.abc.MetaPathFinder):
         self._callbacks = callbacks
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        callback = self._callbacks.get(fullname)
-        if callback is None:
+        if fullname not in self._callbacks:
             return None
-        del self._callbacks[fullname]
-        if not self._callbacks:
-            sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path) if finder is not self and hasattr(finder, "find_spec"))
+        spec = next((found for found in others if found is not None), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
+        # Called when the module is executed, not here: libraries look for torch's spec long before anybody imports it.
         def execute_then_call(module: ModuleType) -> None:
             execute(module)
+            callback = self._callbacks.pop(fullname, None)
+            if not self._callbacks and self in sys.meta_path:
+                sys.meta_path.remove(self)
+            if callback is None:
+                return
             try:
                 callback(module)
             except Exception as error:
@@ -65,8 +68,8 @@ def install(path: str) -> None:
         random.seed(seed)
         callbacks["numpy"] = lambda numpy: numpy.random.seed(seed % 2**32)
     sys.meta_path.insert(0, AfterImport(callbacks))
-    if job.get("pid") == os.getpid() and job.get("plan", {}).get("choices"):
-        atexit.register(_tell_if_nothing_attached, os.getpid())
+    if job.get("pid") == os.getpid():
+        atexit.register(_leave, path, os.getpid())
 
 
 def _call_entry(job: dict[str, Any], torch: ModuleType) -> None:
@@ -76,6 +79,25 @@ def _call_entry(job: dict[str, Any], torch: ModuleType) -> None:
     getattr(importlib.import_module(module), function)(job)
 
 
-def _tell_if_nothing_attached(pid: int) -> None:
-    if pid == os.getpid() and "torch" not in sys.modules:
-        say("nothing was applied: this program never imported torch")
+def speaks_first(path: str) -> bool:
+    """Whether this process is the one of a run that tells the person what was applied: the first that asks."""
+    try:
+        os.close(os.open(f"{path}.told", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except OSError:
+        return False
+    return True
+
+
+def _leave(path: str, pid: int) -> None:
+    """The end of a run's first process: says so where nothing could act, and removes the job, which is of no more use."""
+    if pid != os.getpid():
+        return
+    if speaks_first(path):
+        never = "finished a training step" if "torch" in sys.modules else "imported torch"
+        say(f"nothing was applied: this program never {never}")
+    try:
+        for file in (path, f"{path}.told"):
+            os.unlink(file)
+        os.rmdir(os.path.dirname(path))
+    except OSError:
+        pass  # somebody has tidied up before

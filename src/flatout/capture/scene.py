@@ -69,6 +69,7 @@ class Scene:
         self._optimizers: dict[int, weakref.ref] = {}
         self._depth = 0
         self._in_optimizer: list[int] = []
+        self._in_backward = False
         self._backwards_at_step = 0
         self._discovery: list[Any] = []
         self._root_hooks: dict[int, list[Any]] = {}
@@ -256,14 +257,18 @@ class Scene:
 
         @wraps(backward)
         def backward_heard(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if scene.asleep:
+            if scene.asleep or scene._in_backward:  # a reentrant checkpoint calls backward inside a backward pass
                 return backward(tensors, *args, **kwargs)
             if scene.boundaries.forward_or_backward_begins():
                 scene._step_ended()
             roots = (tensors,) if isinstance(tensors, scene.torch.Tensor) else tuple(tensors)
             scene.create_graph_seen |= _creates_graph(args, kwargs)
             scene.listener.backward_begin(tuple(map(scene._scalers.without_scale, roots)))
-            result = backward(tensors, *args, **kwargs)
+            scene._in_backward = True
+            try:
+                result = backward(tensors, *args, **kwargs)
+            finally:
+                scene._in_backward = False
             scene.backwards += 1
             scene.closure_steps |= bool(scene._in_optimizer)
             scene.boundaries.backward_ended()
@@ -347,6 +352,9 @@ class Scene:
             self._step_ended()
 
     def _step_ended(self) -> None:
+        if not self.steps and self.torch.utils.data.get_worker_info() is not None:
+            self.asleep = True  # a loader worker that computes gradients of its own
+            return
         self.steps += 1
         self.backwards_in_last_step = self.backwards - self._backwards_at_step
         self._backwards_at_step = self.backwards

@@ -1,8 +1,9 @@
 """Keeps a trial from leaving anything behind: what the script writes lands in the trial's folder instead.
 
-A file opened for writing is redirected, and read back from there by the same process and its forked children. Folders
-that the script makes are noted, and removed again when they stayed empty. Not reached: files that a C library opens by
-itself, except through ``torch.save``.
+The functions through which Python writes, moves, removes and looks at files ask an Overlay first, so the script reads
+back what it wrote and does not find what it removed. Not reached: files that a C library opens by itself (except through
+``torch.save`` and ``torch.jit.save``), a reference to ``open`` that a library took before torch was imported, and the
+listing of a folder, which shows what was there.
 """
 
 from __future__ import annotations
@@ -10,118 +11,140 @@ from __future__ import annotations
 import builtins
 import io
 import os
-import shutil
-import tempfile
-from pathlib import Path
+import sys
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from flatout.capture.ledger import Ledger
+from flatout.capture.overlay import Overlay, tidy
 
-SYSTEM = ("/dev/", "/proc/", "/sys/")
+LOOKING = ("stat", "lstat", "readlink", "listxattr", "getxattr")
+CHANGING = ("chmod", "chown", "utime", "truncate", "setxattr", "removexattr")
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Shelter:
     def __init__(self, folder: str, ledger: Ledger) -> None:
         self.folder = folder
         self.ledger = ledger
-        self.moved: dict[str, str] = {}
-        self.made: list[str] = []
-        self._outside = (*SYSTEM, os.path.join(os.path.realpath(tempfile.gettempdir()), ""), os.path.join(os.path.realpath(folder), ""))
+        self.overlay = Overlay(folder)
 
     def install(self, torch: Any) -> None:
-        ledger, moved = self.ledger, self.moved
-        really_open, really_save, really_load = builtins.open, torch.save, torch.load
-
-        def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            return really_open(self._writing(file, mode) if set(mode) & set("wax+") else self._reading(file), mode, *args, **kwargs)
-
-        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            return really_save(obj, self._writing(f, "w"), *args, **kwargs)
-
-        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            return really_load(self._reading(f), *args, **kwargs)
-
-        ledger.set(builtins, "open", open_)
-        ledger.set(io, "open", open_)
-        ledger.set(torch, "save", save)
-        ledger.set(torch, "load", load)
-        for name in ("exists", "isfile", "getsize"):
-            really = getattr(os.path, name)
-            ledger.set(os.path, name, lambda path, really=really: really(self._reading(path)))
-        self._install_moves()
-        self._install_mkdir()
-        # Forked children see what was moved before the fork, and move their own files into the same folder.
-        self._moved_is_shared = moved
-
-    def _install_moves(self) -> None:
+        self._install_open()
+        self._install_torch(torch)
+        for name in LOOKING:
+            self._wrap(os, name, lambda really, path, *args, **kwargs: really(self._seen(path, kwargs), *args, **kwargs))
+        self._wrap(os, "access", self._access)
+        for name in CHANGING:
+            self._wrap(os, name, self._change)
         for name in ("rename", "replace"):
-            really = getattr(os, name)
-
-            def move(src: Any, dst: Any, *args: Any, really: Any = really, **kwargs: Any) -> Any:
-                if self._reading(src) is src:
-                    return really(src, dst, *args, **kwargs)
-                target = self._writing(dst, "w")
-                result = really(self._reading(src), target, *args, **kwargs)
-                self.moved.pop(_key(src), None)
-                return result
-
-            self.ledger.set(os, name, move)
+            self._wrap(os, name, self._move)
         for name in ("remove", "unlink"):
-            really = getattr(os, name)
-
-            def remove(path: Any, *args: Any, really: Any = really, **kwargs: Any) -> Any:
-                if self._reading(path) is path:
-                    return really(path, *args, **kwargs) if self._is_outside(path) else None
-                result = really(self._reading(path), *args, **kwargs)
-                self.moved.pop(_key(path), None)
-                return result
-
-            self.ledger.set(os, name, remove)
-
-    def _install_mkdir(self) -> None:
-        really = os.mkdir
-
-        def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
-            really(path, *args, **kwargs)
-            if not self._is_outside(path):
-                self.made.append(_key(path))
-
-        self.ledger.set(os, "mkdir", mkdir)
+            self._wrap(os, name, self._remove)
+        self._wrap(os, "mkdir", self._mkdir)
+        self._wrap(os, "rmdir", self._rmdir)
+        self._wrap(os, "symlink", self._symlink)
+        self._wrap(os, "link", lambda really, src, dst, **kwargs: really(self.overlay.reading(src), self.overlay.writing(dst, "x"), **kwargs))
 
     def leave(self) -> None:
-        """Remove the folders that the script made and that stayed empty, innermost first."""
-        for path in reversed(self.made):
-            try:
-                os.rmdir(path)
-            except OSError:
-                pass
+        """Remove the folders that the script made and that stayed empty, and its temporary files."""
+        tidy(self.folder)
 
-    def _is_outside(self, path: Any) -> bool:
-        return not isinstance(path, (str, os.PathLike)) or (_key(path) + os.sep).startswith(self._outside)
+    def _wrap(self, owner: Any, name: str, does: Callable) -> None:
+        really = getattr(owner, name, None)
+        if really is None:
+            return
 
-    def _reading(self, path: Any) -> Any:
-        if not self.moved or not isinstance(path, (str, os.PathLike)):
-            return path
-        return self.moved.get(_key(path), path)
+        @wraps(really)
+        def sheltered(*args: Any, **kwargs: Any) -> Any:
+            if self.overlay.busy or not args:
+                return really(*args, **kwargs)
+            return does(really, *args, **kwargs)
 
-    def _writing(self, path: Any, mode: str) -> Any:
-        if self._is_outside(path):
-            return path
-        key = _key(path)
-        if key not in self.moved:
-            if not os.path.isdir(os.path.dirname(key)) or os.path.isdir(key):
-                return path  # the script's own error is the right one
-            if not os.access(os.path.dirname(key), os.W_OK) or ("x" in mode and os.path.exists(key)):
-                return path
-            Path(self.folder).mkdir(parents=True, exist_ok=True)
-            target = os.path.join(self.folder, f"{len(self.moved):04d}-{os.path.basename(key)}")
-            if ("a" in mode or "+" in mode) and "w" not in mode and os.path.exists(key):
-                shutil.copyfile(key, target)
-            elif "r" in mode:
-                return path
-            self.moved[key] = target
-        return self.moved[key]
+        self.ledger.set(owner, name, sheltered)
+        # Libraries ask which functions take a descriptor of a folder by looking these up.
+        for group in ("supports_dir_fd", "supports_fd", "supports_follow_symlinks", "supports_effective_ids"):
+            members = getattr(os, group)
+            if really in members:
+                members.add(sheltered)
+                self.ledger.call(f"os.{group}", lambda members=members: members.discard(sheltered))
+
+    # -- opening ----------------------------------------------------------------------------------------------------
+
+    def _install_open(self) -> None:
+        overlay = self.overlay
+
+        def open_(really: Any, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+            return really(overlay.writing(file, mode) if set(str(mode)) & set("wax+") else overlay.reading(file), mode, *args, **kwargs)
+
+        def open_low(really: Any, path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("dir_fd") is not None or not flags & WRITES:
+                return really(self._seen(path, kwargs), flags, *args, **kwargs)
+            if flags & os.O_CREAT and flags & os.O_EXCL:  # how temporary files are made, under a name that nobody has
+                handle = really(path, flags, *args, **kwargs)
+                if not overlay.is_outside(path):
+                    overlay.create(path)
+                return handle
+            return really(overlay.writing(path, "w" if flags & os.O_TRUNC else "a" if flags & os.O_CREAT else "r+"), flags, *args, **kwargs)
+
+        self._wrap(builtins, "open", open_)
+        self.ledger.set(io, "open", builtins.open)
+        self._wrap(os, "open", open_low)
+
+    def _install_torch(self, torch: Any) -> None:
+        overlay = self.overlay
+        for owner in (torch, sys.modules.get("torch.jit")):
+            if owner is not None:
+                self._wrap(owner, "save", lambda really, obj, f, *args, **kwargs: really(obj, overlay.writing(f, "w"), *args, **kwargs))
+                self._wrap(owner, "load", lambda really, f, *args, **kwargs: really(overlay.reading(f), *args, **kwargs))
+
+    # -- looking and changing ---------------------------------------------------------------------------------------
+
+    def _seen(self, path: Any, kwargs: dict) -> Any:
+        return path if kwargs.get("dir_fd") is not None else self.overlay.reading(path)
+
+    def _access(self, really: Any, path: Any, *args: Any, **kwargs: Any) -> bool:
+        try:
+            return bool(really(self._seen(path, kwargs), *args, **kwargs))
+        except FileNotFoundError:
+            return False
+
+    def _change(self, really: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        where = path if kwargs.get("dir_fd") is not None else self.overlay.changing(path)
+        if where is not None:
+            really(where, *args, **kwargs)
+
+    # -- moving and removing ----------------------------------------------------------------------------------------
+
+    def _move(self, really: Any, src: Any, dst: Any, **kwargs: Any) -> None:
+        if not self.overlay.move(_at(src, kwargs.get("src_dir_fd")), _at(dst, kwargs.get("dst_dir_fd"))):
+            really(src, dst, **kwargs)
+
+    def _remove(self, really: Any, path: Any, *, dir_fd: int | None = None) -> None:
+        full = _at(path, dir_fd)
+        # A listing still shows what the script has removed before: with a folder's descriptor it is walking through one.
+        if self.overlay.is_outside(full) or not self.overlay.remove(full, quiet=dir_fd is not None):
+            really(path, dir_fd=dir_fd)
+
+    def _mkdir(self, really: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        full = _at(path, kwargs.get("dir_fd"))
+        if not self.overlay.shows_again(full):
+            really(path, *args, **kwargs)
+            self.overlay.make(full)
+
+    def _rmdir(self, really: Any, path: Any, *, dir_fd: int | None = None) -> None:
+        full = _at(path, dir_fd)
+        if self.overlay.is_outside(full) or not self.overlay.hide_folder(full):
+            really(path, dir_fd=dir_fd)
+
+    def _symlink(self, really: Any, src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
+        where = self.overlay.writing(dst, "x")
+        if where is not dst:  # it lies elsewhere now, so it points from the root
+            src = self.overlay.reading(os.path.join(os.path.dirname(os.path.abspath(os.fsdecode(dst))), os.fsdecode(src)))
+        really(src, where, *args, **kwargs)
 
 
-def _key(path: Any) -> str:
-    return os.path.realpath(os.fsdecode(os.fspath(path)))
+def _at(path: Any, folder: int | None) -> Any:
+    """The full path of a name below an open folder."""
+    return path if folder is None else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))

@@ -43,6 +43,8 @@ def read_plan(path: str) -> Plan:
         return Plan()
     file = Path(path)
     try:
+        if file.exists() and not file.is_file():  # a device or a pipe may have no end
+            raise PlanError(f"{path} is not a file. `flatout tune COMMAND...` makes a plan.")
         if file.stat().st_size > MAX_PLAN_BYTES:
             raise PlanError(f"{path} has {file.stat().st_size:,} bytes; a plan is never that large. Is it the right file?")
         return Plan.from_toml(file.read_text(encoding="utf-8"), path)

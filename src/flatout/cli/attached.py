@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from flatout.capture.bootstrap import say
+from flatout.capture.bootstrap import say, speaks_first
 from flatout.capture.ledger import Ledger
 from flatout.capture.scene import Listener, Scene
 from flatout.engine.applier import EARLY, LATE, Applier, Outcome, one_line
@@ -27,7 +27,6 @@ class Attached(Listener):
 
     def __init__(self, job: dict[str, Any], torch: Any) -> None:
         self.plan = Plan.from_json(job["plan"])
-        self.first = job.get("pid") == os.getpid()
         left_out = dict(job.get("left_out", ()))
         self.early = [Outcome(c, c.name not in left_out, left_out.get(c.name, "")) for c in self.plan
                       if any(lever.name == c.name and lever.moment is Moment.PROCESS for lever in TABLE)]
@@ -35,15 +34,16 @@ class Attached(Listener):
         self.applier = Applier(TABLE, Facts.from_json(job["facts"]), self.scene)
         self.applier.start(self.plan, EARLY)
         self.scene.install()
-        self.told = False
+        self.speaks = False
 
     def step_end(self) -> None:
         if self.scene.steps == 1:
             self.applier.start(self.plan, LATE)
-            if os.environ.get("RANK", "0") == "0":
+            self.speaks = os.environ.get("RANK", "0") == "0" and speaks_first(os.environ["FLATOUT_JOB"])
+            if self.speaks:
                 say(one_line([*self.early, *self.applier.outcomes]))
         elif self.scene.steps >= 3:
-            for lever, sentence in self.scene.reports:
+            for lever, sentence in self.scene.reports if self.speaks else ():
                 say(f"{lever}: {sentence}")
             self.scene.rest()
 

@@ -13,7 +13,7 @@ from flatout.engine.applier import Applier
 from flatout.measure.parity import tensors_in
 from flatout.plan.plan import Choice
 
-UPDATE_STEPS = 8  # a step that is left out, or a state that is reset, every so often shows within these
+UPDATE_STEPS = 16  # a step that is left out, or a state that is reset, every so often shows within these
 
 
 @dataclass
@@ -75,8 +75,7 @@ class Replay:
         played.outputs.append([out for call in calls for out in self._one_call(roots[call["root"]], call, double)])
         played.gradients.append([None if p.grad is None else p.grad.detach().clone() for p in parameters])
         after = [b for root in roots for b in root.buffers() if b.is_floating_point()]
-        moves = [a.detach().double() - b.double() for a, b in zip(after, before, strict=True)]
-        played.moves.append(moves if any(bool((m != 0).any()) for m in moves) or (played.moves and played.moves[0]) else [])
+        played.moves.append([a.detach().double() - b.double() for a, b in zip(after, before, strict=True)])
 
     def _one_call(self, root: Any, call: dict[str, Any], double: bool) -> list[Any]:
         torch = self.torch

@@ -88,6 +88,8 @@ def _module_file(module: str | None, rest: Sequence[str]) -> Path | None:
     if module is None:
         return None
     parts = Path(*module.split("."))
+    if not parts.name:  # `python -m ""`
+        return None
     for candidate in (parts.with_suffix(".py"), parts / "__main__.py"):
         if candidate.is_file():
             return candidate

@@ -19,7 +19,7 @@ from flatout.plan.errors import ProgramNotFound
 
 HEAD_BYTES = 1 << 20  # of a log that is kept from the start
 TAIL_BYTES = 1 << 18  # and from the end
-END_OF_INPUT = b"\x04"
+END_OF_INPUT = b"\x04" * 256  # one for each time that the program asks again
 
 
 class Drain(threading.Thread):

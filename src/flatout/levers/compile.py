@@ -41,6 +41,8 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     from torch._inductor import config
 
     ledger.set(config, "fallback_random", True)
+    distribution = torch.distributions.Distribution  # the first torch.compile of a process switches its argument checks off
+    ledger.call("argument checks", lambda checks=distribution._validate_args: distribution.set_default_validate_args(checks))
     mode = None if value == "default" else str(value)
 
     def wrapper(forward: Any) -> Any:

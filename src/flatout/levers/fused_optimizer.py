@@ -36,7 +36,8 @@ def _ways(torch: Any, optimizer: Any) -> list[str]:
         return []
     ways = []
     for group in optimizer.param_groups:
-        if group.get("fused") or group.get("foreach") or group.get("differentiable") or group.get("capturable"):
+        # False was written by somebody as well; the default is None.
+        if group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable") or group.get("capturable"):
             return []
         if any(p.is_complex() or p.layout != torch.strided or not p.is_floating_point() for p in group["params"]):
             return []

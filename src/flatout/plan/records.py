@@ -192,11 +192,14 @@ class SessionRecord(Record):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SessionRecord:
+        """Raises TypeError or AttributeError for what is JSON, and no session."""
         record = super().from_json(data)
+        if not isinstance(record.command, list) or not isinstance(record.key, dict):
+            raise TypeError("command is a list and key a table")
         for name, kind in (("baseline", Side), ("best", Side), ("speedup", Ratio), ("noise_floor", Ratio), ("guard", GuardRecord)):
             value = getattr(record, name)
-            if isinstance(value, dict):
+            if value is not None and not isinstance(value, kind):
                 setattr(record, name, kind.from_json(value))
-        record.levers = [LeverRecord.from_json(v) if isinstance(v, dict) else v for v in record.levers]
-        record.contests = [Contest.from_json(v) if isinstance(v, dict) else v for v in record.contests]
+        record.levers = [v if isinstance(v, LeverRecord) else LeverRecord.from_json(v) for v in record.levers]
+        record.contests = [v if isinstance(v, Contest) else Contest.from_json(v) for v in record.contests]
         return record

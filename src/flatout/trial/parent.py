@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flatout.capture.overlay import tidy
 from flatout.launch.command import Command
 from flatout.launch.environment import QUIET, attached
 from flatout.launch.process import Program
@@ -42,6 +43,7 @@ class Trial:
         self.command, self.folder, self.plan, self.facts, self.seed, self.show, self.reseed = command, folder, plan, facts, seed, show, reseed
         self.table = table
         self.ready: dict[str, Any] = {}
+        self.attached = False  # some process of the program has imported torch
         self.started_s = 0.0
         self._short = Path(tempfile.mkdtemp(prefix="flatout-"))  # a socket's path may have 107 characters
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -109,12 +111,14 @@ class Trial:
         """Stop the program and take its record."""
         if self._record is None:
             try:
-                self.ask({"do": "finish"}, deadline_s or seconds() + 60)
+                answer = self.ask({"do": "finish"}, deadline_s or seconds() + 60)
             except ProgramGone as gone:
                 self._record = gone.record
             else:
-                code = self._program.end() if self._program else None
-                self._record = self._read_record(code)
+                assert self._program is not None
+                # A launcher must not hear that its rank has stopped: it would call that a failure, and so would the other ranks.
+                alone = answer.get("pid") == self._program.process.pid
+                self._record = self._read_record(self._program.end() if alone else self._program.end(0.0))
         return self._record
 
     def close(self) -> None:
@@ -123,11 +127,9 @@ class Trial:
         for channel in self._channels:
             channel.close()
         self._listener.close()
-        shutil.rmtree(self._short, ignore_errors=True)
-
-    @property
-    def attached(self) -> bool:
-        return bool(self._channels)
+        tidy(str(self.folder.saved))  # what a killed program left; its checkpoints are of no use to anybody either
+        for folder in (self._short, self.folder.saved):
+            shutil.rmtree(folder, ignore_errors=True)
 
     # -- listening --------------------------------------------------------------------------------------------------
 
@@ -168,6 +170,7 @@ class Trial:
             except (BlockingIOError, TimeoutError):
                 return
             self._channels.append(Channel(connection))
+            self.attached = True
             if blocking:
                 return
 
@@ -181,7 +184,9 @@ class Trial:
     def _read_record(self, code: int | None) -> TrialRecord:
         data = read_json(self.folder.result)
         if data is None:
-            if self.attached or self._main is not None:
+            if self.attached and not code and not self.folder.claim.exists():
+                return self._lost("ended", "the program ended without a training step", code)
+            if self.attached:
                 how = f"left with exit code {code}" if code is None or code >= 0 else f"was killed by signal {-code}"
                 return self._lost("failed" if code else "ended", f"the program {how} without a word (os._exit, or a crash below Python)", code)
             return self._lost("failed" if code else "unattached", "no Python process of it imported torch", code)

@@ -297,7 +297,7 @@ class Worker(Listener):
 
     def _finish(self) -> None:
         self.write_record("finished", "stopped after the steps that were asked for")
-        self._answer({"written": True})
+        self._answer({"written": True, "pid": os.getpid()})
         self.stopping = True
         raise StopTrial
 
@@ -322,7 +322,8 @@ class Worker(Listener):
     def write_record(self, status: str, reason: str) -> None:
         if not self.written:
             self.written = True
-            write_json(self.folder.result, self.record(status, reason).to_json())
+            with self.shelter.overlay.looking():  # our own record goes where we say
+                write_json(self.folder.result, self.record(status, reason).to_json())
             self.shelter.leave()
 
     def _peak_memory(self) -> int:
@@ -333,7 +334,8 @@ class Worker(Listener):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def _program_failed(self, kind: Any, error: Any, trace: Any) -> None:
-        if self.claimed is not False and os.getpid() == self.owner:
+        # A launcher fails because its ranks were stopped: the record of the one that was measured stays.
+        if os.getpid() == self.owner and (self.claimed or (self.claimed is None and not self.folder.claim.exists())):
             text = "".join(traceback.format_exception(kind, error, trace))
             self._last_words("failed", text[-8000:])
         self._excepthook(kind, error, trace)

@@ -104,6 +104,8 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, A
     session.payback_steps = _payback(session.baseline, session.best, any(c.lever.warms_up for c in tuned))
     if session.guard.verdict == "failed":
         return _refuse(tuned, f"the guard: {session.guard.why}")
+    if session.guard.verdict == "not checked":
+        return _refuse(tuned, f"not kept unproven: {session.guard.why}")
     if ratio.low <= 1.0 or ratio.median <= 1 + min(tuning.floor, FLOOR_CAP):
         return _refuse(tuned, f"together {ratio.sentence()} in fresh processes: no gain that stands out from the noise")
     if not _repaid(tuning):

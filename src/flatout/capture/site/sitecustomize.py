@@ -9,7 +9,7 @@ import sys
 
 def _enter() -> None:
     job = os.environ.get("FLATOUT_JOB")
-    if not job:
+    if not job or not os.path.exists(job):  # the run it belonged to is over
         return
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     if home not in sys.path:  # last, so that nothing of the program's own is hidden

@@ -1,0 +1,140 @@
+"""How far apart two plays of the same steps may be and still be the same maths, rounded otherwise.
+
+There is no fixed tolerance. The scales are the program's own: the error that plain float32 makes against float64, and how much
+the gradients of two batches differ. What honest half precision does was measured on sound levers (autocast, TF32-like products,
+channels_last, compile, other threads) over nine networks, from a linear model to ResNet-50; the figures are beside the constants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from flatout.engine.replay import Played
+from flatout.measure.parity import relative_distance
+
+HALF_UNIT = 2.0**-8  # bfloat16's unit in the last place. Noise of that size on every gradient: 1.1e-3 to 1.7e-3; gradients of eight bits: from 1e-2
+OUTPUT_UNIT = 2.0**-7  # Sound where float32 makes next to no error: up to 0.0032 (a linear model, bfloat16); weights of four bits there: from 0.016
+HALF_OF_FLOAT32 = 2.0**16  # its ratio to float32's. Sound: up to 4.2e4 times float32's own error; weights of four bits: from 6e4
+OUTPUT_CAP = 0.15  # of the outputs' spread. Sound: up to 0.058 (MobileNetV3, bfloat16)
+# Kinks (ReLU, max-pooling) turn an error e of the outputs into about sqrt(e) of the gradient. Sound: up to 6.5 sqrt(e)
+# (ResNet-50, bfloat16); a race on one tensor 25 to 1,200, gradients of eight bits 25 to 65.
+KINKS = 10.0
+NOISE_CAP = 0.75  # of the distance between two batches. Sound: up to 0.52 (ResNet-50, bfloat16, at its start); weights of four bits there: 1.6
+SAME_MATHS = 20.0  # an optimizer's arithmetic: times the error that plain float32 makes itself,
+SAME_MATHS_MORE = 0.02  # but never so much more than it
+FLOOR = 1e-5
+USABLE_REFERENCE = 1e-2  # float32 further than this from float64: the random draws differed, or the maths is chaotic
+
+
+def compare(plain: Played, levers: Played, double: Played, torch: Any) -> dict[str, Any]:
+    """``{"checks": [{name, value, limit, passed, why}], "noise": float}``; ``double`` holds the first step only, or nothing."""
+    if double.gradients and not relative_distance(plain.gradients[0], double.gradients[0], torch) <= USABLE_REFERENCE:
+        double = Played()
+    noise = _noise(plain.gradients, torch)
+    outputs, error = _outputs(plain, levers, double)
+    kinks = max(HALF_UNIT, KINKS * math.sqrt(error))
+    checks = [outputs, _gradient(plain, levers, double, noise, kinks, torch), _parameters(plain, levers, double, kinks, torch)]
+    if plain.updates:
+        checks.append(_updates(plain, levers, double, torch))
+    if all(any(bool((move != 0).any()) for move in moves) for moves in plain.moves):
+        checks.append(_buffers(plain, levers, double, torch))
+    return {"checks": checks, "noise": noise}
+
+
+def check(name: str, value: float, limit: float, why: str) -> dict[str, Any]:
+    return {"name": name, "value": value if math.isfinite(value) else None, "limit": limit, "passed": value <= limit, "why": why}
+
+
+def _outputs(plain: Played, levers: Played, double: Played) -> tuple[dict[str, Any], float]:
+    """The check, and the error: the largest over steps and outputs, as a share of how much the numbers of that output differ among themselves."""
+    reference = [*(double.outputs or plain.outputs[:1]), *plain.outputs[1:]]
+    own = max((_of_spread(a, b) for a, b in zip(plain.outputs[0], reference[0], strict=True)), default=0.0)
+    error = max((_of_spread(a, b) for x, y in zip(levers.outputs, reference, strict=True) for a, b in zip(x, y, strict=True)), default=0.0)
+    limit = min(OUTPUT_CAP, max(OUTPUT_UNIT, HALF_OF_FLOAT32 * own)) if double.outputs else OUTPUT_CAP
+    return check("outputs", error, limit, f"the outputs are {error:.2g} (of their spread) from {_name(double)}{_own(double, own)}"), error
+
+
+def _of_spread(x: Any, y: Any) -> float:
+    """Infinities that a mask has put there must be in the same places; they do not count otherwise."""
+    if x.shape != y.shape or not bool((x.isfinite() == y.isfinite()).all()):
+        return math.inf
+    x, y = x.double()[y.isfinite()], y.double()[y.isfinite()]
+    away, spread = float((x - y).norm()), float((y - y.mean() if y.numel() > 1 else y).norm())
+    return away / spread if spread else (0.0 if away == 0 else math.inf)
+
+
+def _gradient(plain: Played, levers: Played, double: Played, noise: float, kinks: float, torch: Any) -> dict[str, Any]:
+    reference = [*(double.gradients or plain.gradients[:1]), *plain.gradients[1:]]
+    own = relative_distance(plain.gradients[0], reference[0], torch)
+    error = max(relative_distance(x, y, torch) for x, y in zip(levers.gradients, reference, strict=True))
+    limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
+    return check("gradient", error, limit, f"the gradient is {error:.2g} (relative) from {_name(double)}{_own(double, own)}; two batches differ by {noise:.2g}")
+
+
+def _parameters(plain: Played, levers: Played, double: Played, kinks: float, torch: Any) -> dict[str, Any]:
+    worst = (-1.0, 0.0, kinks, 0.0)
+    for at in range(len(plain.gradients[0])):
+        mine, other = ([grads[at] for grads in played.gradients] for played in (plain, levers))
+        own = relative_distance(mine[:1], [double.gradients[0][at]], torch) if double.gradients else 0.0
+        size = _size(mine)
+        if size == 0.0 or own > USABLE_REFERENCE:  # a gradient of nothing but rounding (a bias before a normalisation) says nothing
+            continue
+        noise = math.sqrt(len(mine) / (2 * len(mine) - 2)) * _size([_minus(a, b) for a, b in pairwise(mine)]) / size
+        error = _size([_minus(a, b) for a, b in zip(other, mine, strict=True)]) / size
+        limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
+        if not error / limit <= worst[0]:
+            worst = (error / limit, error, limit, noise)
+    return check("parameters", worst[1], worst[2], f"the gradient of the parameter that suffers most is {worst[1]:.2g} (relative) from the plain one; "
+                                                   f"between batches it differs by {worst[3]:.2g}")
+
+
+def _updates(plain: Played, levers: Played, double: Played, torch: Any) -> dict[str, Any]:
+    worst = (-1.0, 0.0, FLOOR)
+    for at, moved in enumerate(plain.updates):
+        if moved is None:
+            continue
+        reference = double.updates[at] if double.updates else moved
+        limit = _same_maths(relative_distance([moved], [reference], torch))
+        error = relative_distance([levers.updates[at]], [reference], torch)
+        if not error / limit <= worst[0]:
+            worst = (error / limit, error, limit)
+    return check("update", worst[1], worst[2], f"from the same gradients the optimizer makes an update {worst[1]:.2g} (relative) from that of {_name(double)}")
+
+
+def _buffers(plain: Played, levers: Played, double: Played, torch: Any) -> dict[str, Any]:
+    error = max(relative_distance(x, y, torch) for x, y in zip(levers.moves, plain.moves, strict=True))
+    cap = NOISE_CAP * _noise(plain.moves, torch)
+    own = relative_distance(plain.moves[0], double.moves[0], torch) if double.moves else None
+    limit = max(FLOOR, cap if own is None else min(cap, max(HALF_UNIT, HALF_OF_FLOAT32 * own)))
+    return check("buffers", error, limit, f"running statistics moved {error:.2g} (relative) from where the plain step moved them")
+
+
+def _noise(steps: list[list[Any]], torch: Any) -> float:
+    """How far one batch's gradient is from another's at the same weights: the median over neighbours, over the square root of two."""
+    found = sorted(relative_distance(a, b, torch) / math.sqrt(2) for a, b in pairwise(steps))
+    return found[len(found) // 2]
+
+
+def _same_maths(own: float) -> float:
+    return max(FLOOR, min(SAME_MATHS * own, own + SAME_MATHS_MORE))
+
+
+def _minus(a: Any, b: Any) -> Any:
+    if a is None or b is None:
+        return b if a is None else a
+    return a.double() - b.double()
+
+
+def _size(tensors: Sequence[Any]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors if t is not None))
+
+
+def _name(double: Played) -> str:
+    return "float64" if double.gradients else "the plain step (float64 is not comparable here)"
+
+
+def _own(double: Played, own: float) -> str:
+    return f", plain float32 {own:.2g}" if double.gradients else ""

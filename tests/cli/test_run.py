@@ -1,0 +1,310 @@
+"""`flatout run`: the program takes the process over; a plan costs one line, and never the program."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def keys(flatout, *words, cwd=None):
+    """What a plan for this command must be made for."""
+    code = ("import json, sys\nfrom flatout.launch.command import understand\nfrom flatout.probe.machine import look\n"
+            "from flatout.tune.session import key_of, job_folder\n"
+            "cmd = understand(sys.argv[1:])\nprint(json.dumps([key_of(cmd, look()), str(job_folder(cmd).plan)]))")
+    done = flatout(*words, python=[sys.executable, "-c", code], cwd=cwd)
+    key, path = json.loads(done.out)
+    return key, flatout.folder / path
+
+
+def write_plan(path, levers, made_for=()):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = "".join(f"{name} = {json.dumps(value)}\n" for name, value in dict(made_for).items())
+    path.write_text(f"schema = 1\n[made_for]\n{table}[levers]\n{levers}\n")
+    return path
+
+
+# -- without a plan -------------------------------------------------------------------------------------------------
+
+
+def test_it_becomes_the_program(flatout, script):
+    """Same process number, same parent, and nothing of flatout in its environment."""
+    script("import os, sys\nprint(os.getpid(), os.getppid(), 'FLATOUT_JOB' in os.environ, 'PYTHONPATH' in os.environ, sys.argv)")
+    process = flatout.start("run", "python", "train.py", "--lr", "0.1", "--help")
+    done = flatout.finish(process)
+    assert done.out.split(maxsplit=2) == [str(process.pid), str(os.getpid()), "False False ['train.py', '--lr', '0.1', '--help']\n"]
+    assert done.said == [line for line in done.err.splitlines() if line]
+    assert done.said == ["flatout: no plan fits this command yet; running it as it is. To tune: flatout tune python train.py --lr 0.1 --help"]
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 77, 255])
+def test_the_exit_code(flatout, script, code):
+    script(f"import sys; sys.exit({code})")
+    assert flatout("run", "python", "train.py").code == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_signals_reach_the_program(flatout, script, number):
+    script(f"import signal, sys\nsignal.signal({int(number)}, lambda *a: sys.exit(40))\nprint('ready', flush=True)\nsignal.pause()")
+    process = flatout.start("run", "python", "train.py")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    assert flatout.finish(process).code == 40
+
+
+def test_a_program_killed_by_a_signal_is_seen_so(flatout, script):
+    script("import os; os.kill(os.getpid(), 9)")
+    assert flatout("run", "python", "train.py").code == -9
+
+
+def test_input_and_output_are_the_programs(flatout, script):
+    script("import sys\nfor line in sys.stdin: print('got', line.strip())\nprint('bye', file=sys.stderr)")
+    done = flatout("run", "python", "train.py", stdin="one\ntwo\n")
+    assert done.out == "got one\ngot two\n"
+    assert done.err.endswith("bye\n")
+
+
+def test_the_terminal_is_the_programs(flatout, script):
+    script("import sys, os\nprint([f.isatty() for f in (sys.stdin, sys.stdout, sys.stderr)], os.get_terminal_size().columns)")
+    outside, inside = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "flatout", "run", "python", "train.py"], cwd=flatout.folder, env=flatout.environment(),
+                               stdin=inside, stdout=inside, stderr=inside, start_new_session=True)
+    os.close(inside)
+    seen = b""
+    while True:
+        try:
+            part = os.read(outside, 4096)
+        except OSError:
+            break
+        if not part:
+            break
+        seen += part
+    os.close(outside)
+    assert process.wait() == 0
+    assert b"[True, True, True]" in seen
+
+
+@pytest.mark.parametrize("words", [("sh", "-c", "echo $0 $1", "a", "b"), ("python", "-c", "import sys; print(*sys.argv[1:])", "a", "b")])
+def test_any_command(flatout, words):
+    assert flatout("run", *words).out == "a b\n"
+
+
+def test_a_script_alone(flatout, script):
+    script("import sys; print(sys.argv[1:])")
+    assert flatout("run", "train.py", "-x").out == "['-x']\n"
+
+
+@pytest.mark.parametrize(("words", "code", "says"), [
+    ((), 2, "no program was given"), (("missing.py",), 127, "no script 'missing.py'"), (("nonesuch", "x"), 127, "no program 'nonesuch'"),
+    (("--plan", "missing.toml", "python", "-c", "1"), 2, "no plan 'missing.toml'"), (("--budget", "soon", "python", "-c", "1"), 2, "is not a time")])
+def test_mistakes(flatout, words, code, says):
+    done = flatout("run", *words)
+    assert done.code == code
+    assert says in done.err
+    assert "Traceback" not in done.err
+    assert done.out == ""
+
+
+# -- plans that are found -------------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_this_command_is_found_and_one_for_another_is_not(flatout, script):
+    script("import os; print(os.environ.get('MALLOC_MMAP_THRESHOLD_'))")
+    words = ("python", "train.py")
+    key, path = keys(flatout, *words)
+    write_plan(path, 'malloc = "glibc"', key)
+    assert flatout("run", *words).out == "4294967295\n"
+    assert flatout("run", *words, "--other").out == "None\n"
+    assert flatout("run", "--plan", "none", *words).out == "None\n"
+
+
+def test_the_plan_beside_the_script_is_found(flatout, script):
+    script("import os; print(os.environ.get('MALLOC_MMAP_THRESHOLD_'))", name="sub/train.py")
+    key, _ = keys(flatout, "python", "sub/train.py")
+    write_plan(flatout.folder / "sub" / "flatout.toml", 'malloc = "glibc"', key)
+    assert flatout("run", "python", "sub/train.py").out == "4294967295\n"
+    # Somebody's own plan, made for nothing in particular, holds too.
+    write_plan(flatout.folder / "sub" / "flatout.toml", 'malloc = "glibc"')
+    assert flatout("run", "python", "sub/train.py", "--any").out == "4294967295\n"
+
+
+@pytest.mark.parametrize(("what", "says"), [("machine", "another machine ('Z80, 1 cores')"), ("versions", "other versions ('torch 0.1')"),
+                                           ("script", "the script has changed"), ("python", "another Python ('2.7')")])
+def test_a_plan_from_elsewhere_is_not_used_and_says_why(flatout, script, what, says):
+    script("import os; print(os.environ.get('MALLOC_MMAP_THRESHOLD_'))")
+    key, path = keys(flatout, "python", "train.py")
+    key[what] = {"machine": "Z80, 1 cores", "versions": "torch 0.1", "python": "2.7"}.get(what, "0123")
+    write_plan(path, 'malloc = "glibc"', key)
+    done = flatout("run", "python", "train.py")
+    assert done.out == "None\n"
+    assert len(done.said) == 1
+    assert says in done.said[0]
+    assert "is not used" in done.said[0]
+    asked = flatout("run", "--plan", str(path), "python", "train.py")
+    assert asked.out == "4294967295\n"
+    assert says in asked.said[0]
+    assert "each lever is checked again here" in asked.said[0]
+
+
+@pytest.mark.parametrize("content", ["[levers", "\x00\x01", "schema = 9", "[levers]\nthreads = []", "x" * 300_000, "levers = 3"])
+def test_a_broken_plan_never_stops_the_program(flatout, script, content):
+    script("print('ran')")
+    (flatout.folder / "flatout.toml").write_text(content)
+    done = flatout("run", "python", "train.py")
+    assert (done.code, done.out) == (0, "ran\n")
+    assert len(done.said) == 1
+    assert "flatout.toml" in done.said[0]
+    named = flatout("run", "--plan", "flatout.toml", "python", "train.py")
+    assert named.code == 2
+    assert named.out == ""
+    assert "Traceback" not in named.err
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "folder", "pipe"])
+def test_a_plan_that_is_no_file(flatout, script, path):
+    script("print('ran')")
+    (flatout.folder / "folder").mkdir()
+    os.mkfifo(flatout.folder / "pipe")
+    done = flatout("run", "--plan", path, "python", "train.py", timeout=30)
+    assert done.code == 2
+    assert "Traceback" not in done.err
+    assert done.out == ""
+
+
+# -- under a plan ---------------------------------------------------------------------------------------------------
+
+QUIET_TRAINING = '''
+import os, sys
+import torch
+print(os.getpid(), flush=True)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+losses = []
+for _ in range(6):
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item().hex())
+print(losses)
+print([group["fused"] for group in optimizer.param_groups])
+sys.exit(7)
+'''
+
+
+@pytest.fixture
+def train(flatout, script, tmp_path):
+    """``done = train(levers)`` runs the little program under these levers."""
+    pytest.importorskip("torch")
+
+    def run(levers, source=QUIET_TRAINING, **options):
+        script(source)
+        path = write_plan(tmp_path / "plan.toml", levers)
+        process = flatout.start("run", "--plan", str(path), "python", "train.py", **options)
+        done = flatout.finish(process)
+        done.pid = process.pid
+        return done
+
+    return run
+
+
+def test_one_line_on_standard_error(train, flatout):
+    done = train("gc_pause = true")
+    plain = flatout.plain("python", "train.py")
+    assert done.code == plain.code == 7
+    assert done.out.splitlines()[0] == str(done.pid)  # still the same process
+    assert done.out.splitlines()[1:] == plain.out.splitlines()[1:]  # bitwise the same losses
+    assert done.err.splitlines() == ["flatout: applied gc_pause"]
+
+
+def test_levers_act_and_what_cannot_is_named(train):
+    done = train('fused_optimizer = "fused"\nno_such_lever = true\nchannels_last = true\nloader = 3\nmalloc = "nosuchmalloc"\ntf32 = true')
+    assert done.code == 7
+    assert "[True]" in done.out
+    assert len(done.err.splitlines()) == 1
+    line = done.err.splitlines()[0]
+    applied, _, left = line.partition("; not applied: ")
+    assert applied == "flatout: applied fused_optimizer=fused"
+    for part in ("no_such_lever (this flatout has no such lever; see `flatout levers`)", "channels_last (no layer here works on images)",
+                 "loader=3 (it failed at the start (TypeError: ", "malloc=nosuchmalloc (nosuchmalloc is not installed here)",
+                 "tf32 (the model is not on a CUDA device)"):
+        assert part in left
+
+
+def test_a_lever_that_fails_at_its_start_leaves_the_program_running(train):
+    """A value of the wrong kind for each: nothing of it stays, and the results are those of the plain program."""
+    bad = train('threads = "many"\nautocast = "int3"\nfused_optimizer = "sideways"\nloader = "x"')
+    assert bad.code == 7
+    assert len(bad.err.splitlines()) == 1
+    assert "Traceback" not in bad.err
+    assert "loader=x (it failed at the start" in bad.err
+
+
+def test_a_program_without_torch_is_told_so(train):
+    done = train("gc_pause = true", source="print('no torch here')")
+    assert done.out == "no torch here\n"
+    assert done.err == "flatout: nothing was applied: this program never imported torch\n"
+
+
+def test_a_program_that_never_steps(train):
+    done = train("gc_pause = true", source="import torch\nprint('looked')")
+    assert done.out == "looked\n"
+    assert done.code == 0
+    assert done.err == "flatout: nothing was applied: this program never finished a training step\n"
+
+
+@pytest.mark.parametrize("option", ["-I", "-E", "-S"])
+def test_python_that_keeps_us_out(flatout, script, tmp_path, option):
+    script("print('ran')")
+    path = write_plan(tmp_path / "plan.toml", "gc_pause = true")
+    done = flatout("run", "--plan", str(path), "python", option, "train.py")
+    assert done.out == "ran\n"
+    assert done.said == [f"flatout: nothing can be applied: `python {option}` keeps flatout out; leave the option away"]
+
+
+def test_children_that_train_are_reached_and_only_one_speaks(train):
+    done = train('fused_optimizer = "fused"', source='''
+import os
+import torch
+import torch.multiprocessing as mp
+def work(rank):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(4):
+        model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+    os.write(1, f"child {rank} {optimizer.param_groups[0]['fused']}\n".encode())
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=2)
+''')
+    assert sorted(done.out.splitlines()) == ["child 0 True", "child 1 True"]
+    assert done.err.splitlines() == ["flatout: applied fused_optimizer=fused"]
+
+
+def test_nothing_is_left_in_the_temporary_folder(train, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    train("gc_pause = true", env={"TMPDIR": str(tmp_path / "tmp")})
+    assert list((tmp_path / "tmp").glob("flatout*")) == []
+
+
+def test_what_the_program_saves_is_the_plain_programs(train, flatout, tmp_path):
+    """A model pickled whole under a plan is read back where flatout is not."""
+    source = QUIET_TRAINING.replace("sys.exit(7)", "torch.save(model, 'whole.pt'); torch.save(optimizer.state_dict(), 'optimizer.pt')")
+    done = train("gc_pause = true\nthreads = 1\n", source=source)
+    assert done.code == 0
+    assert re.match("flatout: applied ", done.err)
+    for name in ("whole.pt", "optimizer.pt"):
+        assert b"flatout" not in (flatout.folder / name).read_bytes()
+    read = flatout.plain("python", "-c", "import torch, sys; print(torch.load('whole.pt', weights_only=False)); assert 'flatout' not in sys.modules")
+    assert read.code == 0, read.err
+    assert "Linear" in read.out

@@ -1,0 +1,171 @@
+"""`flatout tune` on a small program: what it writes, what it promises, and going on after an interruption."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+
+import pytest
+
+from flatout.levers import TABLE
+from flatout.plan.plan import Plan
+from flatout.plan.records import SessionRecord
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+
+# Anomaly detection is on, so at least one lever has something to do here.
+WITH_ANOMALY = "import torch\ntorch.autograd.set_detect_anomaly(True)\n"
+
+
+@pytest.fixture(scope="module")
+def tuned(flatout_in, tmp_path_factory, tiny):
+    """One session of 25 seconds, kept for every test of this file."""
+    cli = flatout_in(tmp_path_factory.mktemp("tuned"))
+    (cli.folder / "train.py").write_text(WITH_ANOMALY + tiny)
+    done = cli("tune", "--budget", "25s", "--levers", "debug_off,gc_pause,fused_optimizer", "python", "train.py", timeout=200)
+    return cli, done, next((cli.folder / ".flatout").iterdir())
+
+
+@pytest.fixture(scope="module")
+def session(tuned):
+    return json.loads((tuned[2] / "session.json").read_text())
+
+
+def test_it_ends_well_and_leaves_nothing_running(tuned):
+    _, done, _ = tuned
+    assert done.code == 0, done.err
+    assert done.left == []
+    assert "Traceback" not in done.err
+
+
+def test_what_it_writes(tuned):
+    cli, _, job = tuned
+    assert {path.name for path in cli.folder.iterdir()} == {"train.py", "flatout.toml", ".flatout"}
+    assert {path.name for path in job.iterdir()} == {"session.json", "flatout.toml", "report.html", "trials"}
+    assert job.stat().st_mode & 0o777 == 0o700
+    assert (cli.folder / "train.py").read_text().startswith(WITH_ANOMALY)
+    for trial in (job / "trials").iterdir():
+        assert {"spec.json", "result.json", "stdout.log", "stderr.log"} <= {path.name for path in trial.iterdir()} | {"result.json"}
+        assert not (trial / "saved").exists()
+
+
+def test_the_session_has_every_promised_field(session):
+    assert session["schema"] == 1
+    assert session["status"] == "done"
+    assert session["message"]
+    assert session["command"] == ["python", "train.py"]
+    assert set(session["key"]) == {"command", "script", "machine", "versions", "python"}
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ", session["created"])
+    assert session["budget_s"] == 25
+    assert session["spent_s"] > 0
+    for side in ("baseline", "best"):
+        assert session[side]["step_ms"] > 0
+        assert session[side]["unit"] == "step"
+    assert set(session["guard"]) >= {"verdict", "why", "checks"}
+    assert session["guard"]["verdict"] in ("same", "equivalent", "failed", "not checked")
+    assert session["guard"]["why"]
+    assert "payback_steps" in session
+    assert "noise_floor" in session
+    assert session["machine"]["cores"] >= 1
+    assert set(session["versions"]) >= {"python", "torch", "flatout"}
+    assert SessionRecord.from_json(session).to_json() == session
+
+
+def test_every_lever_ended_with_a_reason_or_a_ratio(session):
+    assert [lever["name"] for lever in session["levers"]] == [lever.name for lever in TABLE]
+    for lever in session["levers"]:
+        assert set(lever) >= {"name", "value", "status", "ratio", "low", "high", "reason"}
+        assert lever["status"] in ("applied", "rejected", "skipped")
+        if lever["status"] != "applied":
+            assert len(lever["reason"].split()) >= 2, lever
+        if lever["ratio"] is not None:
+            assert 0 < lever["low"] <= lever["ratio"] <= lever["high"]
+            assert lever["n"] >= 1
+    not_asked = {lever["name"]: lever["reason"] for lever in session["levers"] if lever["name"] == "threads"}
+    assert "not among the levers asked for" in not_asked["threads"] or "OMP_NUM_THREADS" in not_asked["threads"]
+
+
+def test_the_parts_agree(tuned, session):
+    """Applied levers are the plan's; a speedup is there exactly where there is a plan; the promise is never broken."""
+    cli, done, job = tuned
+    plan = Plan.from_toml((job / "flatout.toml").read_text())
+    assert (cli.folder / "flatout.toml").read_text() == (job / "flatout.toml").read_text()
+    assert {choice.name for choice in plan} == {lever["name"] for lever in session["levers"] if lever["status"] == "applied"}
+    assert {choice["name"] for choice in session["best"]["plan"].get("choices", ())} == {choice.name for choice in plan}
+    assert (session["speedup"] is not None) == (len(plan) > 0)
+    if session["speedup"]:
+        assert session["speedup"]["low"] > 1.0
+        assert session["guard"]["verdict"] in ("same", "equivalent")
+        assert session["payback_steps"] is not None
+    assert dict(plan.made_for) == session["key"]
+    assert all(choice.evidence for choice in plan)
+    assert session["message"].split("x")[0] in done.out or "plain" in session["message"]
+
+
+def test_the_report_is_one_file_that_stands_alone(tuned):
+    text = (tuned[2] / "report.html").read_text()
+    assert text.startswith("<!doctype html>")
+    assert not re.search(r"""(?:src|href)\s*=\s*["']?https?:""", text)
+    assert "Content-Security-Policy" in text
+
+
+def test_the_plan_it_found_is_used_by_run(tuned):
+    cli, _, job = tuned
+    plan = Plan.from_toml((job / "flatout.toml").read_text())
+    done = cli("run", "python", "train.py", env={"STEPS": "12"})
+    assert done.code == 0
+    assert done.out.endswith("done\n")
+    if len(plan):
+        assert len(done.said) == 1
+        assert all(choice.name in done.said[0] for choice in plan)
+    else:
+        assert done.said == []
+
+
+def test_plan_and_report_show_the_session(tuned):
+    cli, _, job = tuned
+    shown = cli("plan", "python", "train.py")
+    assert shown.code == 0
+    again = cli("report")
+    assert again.code == 0
+    assert again.out.strip().endswith("report.html")
+    assert (job / "report.html").exists()
+
+
+def test_interrupted_and_gone_on(flatout, script, tiny):
+    """Ctrl-C keeps every finished contest; the same command goes on from there instead of measuring them again."""
+    script(WITH_ANOMALY + tiny)
+    words = ("tune", "--levers", "debug_off,gc_pause,fused_optimizer", "--no-write")
+
+    def session():
+        paths = list((flatout.folder / ".flatout").glob("*/session.json"))
+        return json.loads(paths[0].read_text()) if paths else {"contests": []}
+
+    process = flatout.start(*words, "--budget", "90s", "python", "train.py")
+    until = time.monotonic() + 120
+    while not session()["contests"]:
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    done = flatout.finish(process)
+    assert done.code == 130
+    assert done.left == []
+    assert "Traceback" not in done.err
+    assert "the same command goes on from there" in done.err
+    kept = session()
+    assert kept["status"] == "running"
+    assert "interrupted" in kept["message"]
+    assert kept["contests"]
+    again = flatout(*words, "--budget", "25s", "python", "train.py", timeout=250)
+    assert again.code == 0, again.err
+    after = session()
+    assert after["status"] == "done"
+    assert after["created"] == kept["created"]
+    assert after["contests"][: len(kept["contests"])] == kept["contests"]
+    live = [c["plan"] for c in after["contests"] if c["how"] == "live" and c["against"] == "plain"]
+    assert len(live) == len(set(live))
+    assert not (flatout.folder / "flatout.toml").exists()

@@ -1,0 +1,318 @@
+"""The step replica inside a real training loop: sound levers pass, broken ones fail in the comparison that is theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.scene import Listener, Scene
+from flatout.engine.applier import Applier
+from flatout.engine.replica import StepReplica
+from flatout.levers import TABLE
+from flatout.plan import Choice, Effect, Facts, Lever, Moment, Options
+
+SHELF = {lever.name: lever for lever in TABLE}
+START = 3  # the step after which the replica begins to listen
+STEPS = 18
+
+
+class Ear(Listener):
+    """Hears a loop, hands its events to a replica, and keeps the replica's word."""
+
+    def __init__(self, *levers: Lever) -> None:
+        self.scene = Scene(torch, self, Ledger())
+        self.applier = Applier(levers, Facts(cores=2), self.scene)
+        self.choices = [Choice(lever.name, VALUES.get(lever.name, True)) for lever in levers]
+        self.replica: StepReplica | None = None
+        self.verdict: dict[str, Any] | None = None
+
+    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+        if self.replica is not None:
+            self.replica.forward_begin(root, args, kwargs)
+
+    def forward_end(self, root: Any, output: Any) -> None:
+        if self.replica is not None:
+            self.replica.forward_end(root, output)
+
+    def optimizer_begin(self, optimizer: Any) -> None:
+        if self.replica is not None:
+            self.replica.optimizer_begin(optimizer)
+
+    def step_end(self) -> None:
+        if self.scene.steps == START:
+            self.replica = StepReplica(self.scene, self.applier, self.choices)
+        elif self.replica is not None and self.replica.captured:
+            self.verdict, self.replica = self.replica.judge(), None
+
+
+VALUES: dict[str, Any] = {"threads": 1, "autocast": "bfloat16", "fused_optimizer": "fused", "reduced_precision": True}
+
+
+def lever(apply: Callable[[Any, Any, Any], Any], name: str = "one") -> Lever:
+    return Lever(name, Moment.STEP, Effect.ROUNDING, lambda facts, scene: Options((True,)), lambda value: "", apply=apply, live=True)
+
+
+@contextmanager
+def heard(*levers: Lever) -> Iterator[Ear]:
+    ear = Ear(*levers)
+    ear.scene.install()
+    try:
+        yield ear
+    finally:
+        ear.scene.rest()
+        ear.scene.ledger.restore()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(8 * 16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.max_pool2d(self.norm(self.conv(x)).relu(), 2)
+        return self.head(self.drop(x.flatten(1)))
+
+
+def classify(optimizer: str = "adamw", steps: int = STEPS) -> list[str]:
+    """A small network with everything that may go wrong; returns its losses as hexadecimal floats."""
+    torch.manual_seed(0)
+    model, criterion = Net(), nn.CrossEntropyLoss()
+    if optimizer == "adamw":
+        descent: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
+    else:
+        descent = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
+    losses = []
+    for _ in range(steps):
+        x, y = torch.randn(32, 3, 8, 8), torch.randint(5, (32,))
+        descent.zero_grad()
+        loss = criterion(model(x + y[:, None, None, None] / 4), y)
+        loss.backward()
+        descent.step()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def judged(one: Lever, program: Callable[[], Any] = classify) -> dict[str, Any]:
+    with heard(one) as ear:
+        program()
+    assert ear.verdict is not None
+    return ear.verdict
+
+
+def failed(verdict: dict[str, Any]) -> set[str]:
+    return {check["name"] for check in verdict["checks"] if not check["passed"]}
+
+
+# -- sound levers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["threads", "channels_last", "autocast", "fused_optimizer"])
+def test_a_sound_lever_of_the_shelf_passes(name: str) -> None:
+    verdict = judged(SHELF[name])
+    assert not failed(verdict), verdict
+    assert verdict["noise"] > 0
+
+
+def test_doing_nothing_passes_with_nothing_to_see() -> None:
+    verdict = judged(lever(lambda scene, value, ledger: ledger.restore))
+    assert not failed(verdict)
+    assert {c["name"] for c in verdict["checks"]} == {"outputs", "gradient", "parameters", "update", "buffers"}
+
+
+def test_noise_like_that_of_bfloat16_on_the_gradients_passes() -> None:
+    def apply(scene: Any, value: Any, ledger: Any) -> Any:
+        draw = torch.Generator().manual_seed(5)
+        for p in scene.parameters:
+            ledger.call("hook", p.register_hook(lambda g: g * (1 + (torch.rand(g.shape, generator=draw) - 0.5) * 2.0**-8)).remove)
+        return ledger.restore
+    assert not failed(judged(lever(apply)))
+
+
+# -- broken levers, each with the comparison that must see it ------------------------------------------------------------
+
+
+def gradients(change: Callable[[torch.Tensor], torch.Tensor], at: slice = slice(None)) -> Callable[[Any, Any, Any], Any]:
+    def apply(scene: Any, value: Any, ledger: Any) -> Any:
+        for p in scene.parameters[at]:
+            ledger.call("hook", p.register_hook(change).remove)
+        return ledger.restore
+    return apply
+
+
+def group(**settings: Any) -> Callable[[Any, Any, Any], Any]:
+    def apply(scene: Any, value: Any, ledger: Any) -> Any:
+        for optimizer in scene.optimizers:
+            for held in optimizer.param_groups:
+                for key, setting in settings.items():
+                    ledger.set_item(held, key, setting)
+        return ledger.restore
+    return apply
+
+
+def module(name: str, **settings: Any) -> Callable[[Any, Any, Any], Any]:
+    def apply(scene: Any, value: Any, ledger: Any) -> Any:
+        for root in scene.roots:
+            for key, setting in settings.items():
+                ledger.set(getattr(root, name), key, setting)
+        return ledger.restore
+    return apply
+
+
+def skip_every(count: int) -> Callable[[Any, Any, Any], Any]:
+    def apply(scene: Any, value: Any, ledger: Any) -> Any:
+        for optimizer in scene.optimizers:
+            calls = [0]
+
+            def sometimes(really: Any = optimizer.step, calls: Any = calls) -> None:
+                calls[0] += 1
+                if calls[0] % count:
+                    really()
+            ledger.set(optimizer, "step", sometimes, new=True)
+        return ledger.restore
+    return apply
+
+
+def eight_bits(g: torch.Tensor) -> torch.Tensor:
+    step = g.abs().max() / 127
+    return (g / step).round() * step
+
+
+@pytest.mark.parametrize(("apply", "seen_by"), [
+    (gradients(lambda g: 1.05 * g), "gradient"),
+    (gradients(eight_bits), "gradient"),
+    (gradients(lambda g: g * 0, slice(-1, None)), "parameters"),  # one bias
+    (gradients(lambda g: g + 0.3 * g.flip(0), slice(0, 1)), "parameters"),  # one tensor
+    (gradients(lambda g: g * float("nan"), slice(0, 1)), "gradient"),
+    (group(lr=2e-3), "update"),
+    (group(weight_decay=0.0), "update"),
+    (group(betas=(0.9, 0.99)), "update"),
+    (skip_every(4), "update"),
+    (skip_every(10), "update"),
+    (module("drop", p=0.0), "outputs"),
+    (module("norm", momentum=0.0), "buffers"),
+    (module("norm", momentum=0.2), "buffers"),
+    (module("norm", training=False), "outputs"),
+])
+def test_a_broken_lever_fails_where_it_is_broken(apply: Any, seen_by: str) -> None:
+    verdict = judged(lever(apply))
+    assert seen_by in failed(verdict), verdict
+
+
+@pytest.mark.parametrize("name", ["channels_last", "autocast", "fused_optimizer", "threads", "reduced_precision", "tf32"])
+def test_the_known_bad_of_a_lever_fails(name: str) -> None:
+    assert failed(judged(lever(SHELF[name].known_bad)))  # type: ignore[arg-type]
+
+
+def test_momentum_that_is_forgotten_fails() -> None:
+    def apply(scene: Any, value: Any, ledger: Any) -> Any:
+        for optimizer in scene.optimizers:
+            optimizer.state.clear()
+        return ledger.restore
+    assert "update" in failed(judged(lever(apply), lambda: classify("sgd")))
+
+
+def test_a_lever_that_breaks_the_step_fails_with_its_error() -> None:
+    def apply(scene: Any, value: Any, ledger: Any) -> Any:
+        for root in scene.roots:
+            scene.wrap_forward(root, lambda forward: lambda *args: 1 / 0, ledger)
+        return ledger.restore
+    verdict = judged(lever(apply))
+    assert failed(verdict) == {"levers"}
+    assert "ZeroDivisionError" in verdict["checks"][0]["why"]
+
+
+def test_a_lever_that_cannot_be_applied_fails_and_is_named() -> None:
+    def apply(scene: Any, value: Any, ledger: Any) -> Any:
+        raise LookupError("nothing to hold on to")
+    verdict = judged(lever(apply, "clumsy"))
+    assert "clumsy: LookupError: nothing to hold on to" in verdict["checks"][0]["why"]
+
+
+# -- the program that is listened to --------------------------------------------------------------------------------------
+
+
+def test_listening_and_judging_change_nothing_in_the_program() -> None:
+    alone = classify()
+    with heard(SHELF["channels_last"]) as ear:
+        together = classify()
+    assert ear.verdict is not None
+    assert together == alone
+
+
+def test_a_program_without_an_optimizer_object_is_judged_by_its_gradients() -> None:
+    def by_hand() -> None:
+        torch.manual_seed(0)
+        model = nn.LSTM(6, 12)
+        state = None
+        for _ in range(STEPS):
+            x = torch.randn(5, 8, 6)
+            model.zero_grad()
+            output, state = model(x, state)
+            state = tuple(part.detach() for part in state)
+            (output[..., :6] - x).square().mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad, alpha=0.1)
+
+    assert not failed(judged(SHELF["threads"], by_hand))
+    verdict = judged(lever(gradients(lambda g: g * 0, slice(0, 1))), by_hand)
+    assert failed(verdict) == {"gradient", "parameters"}
+
+
+def test_a_program_in_float64_must_agree_far_beyond_single_precision() -> None:
+    def double() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            x = torch.randn(8, 6, dtype=torch.float64)
+            optimizer.zero_grad()
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+
+    assert not failed(judged(SHELF["threads"], double))
+    assert failed(judged(lever(gradients(lambda g: g * 1.02)), double)) == {"gradient", "parameters"}
+
+
+def test_infinities_of_a_mask_in_the_outputs_are_no_error() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x).masked_fill(torch.tensor([False, False, False, True]), float("-inf"))
+
+    def program() -> None:
+        torch.manual_seed(0)
+        model = Masked()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            x, y = torch.randn(8, 6), torch.randint(3, (8,))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    assert not failed(judged(SHELF["threads"], program))
+
+
+def test_a_program_whose_module_is_never_called_ends_in_a_sentence() -> None:
+    def bare() -> None:
+        weights = torch.zeros(3, requires_grad=True)
+        optimizer = torch.optim.SGD([weights], lr=0.1)
+        for _ in range(STEPS + 12):
+            optimizer.zero_grad()
+            (weights - 1).square().sum().backward()
+            optimizer.step()
+
+    with heard(SHELF["threads"]) as ear:
+        bare()
+    assert ear.verdict is not None
+    assert "no module of this program" in ear.verdict["failure"]

@@ -1,0 +1,71 @@
+"""A small training program that lives in this process, with a Scene around it: convolution, batch norm, dropout, a loader."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.scene import Listener, Scene
+
+BATCH = 8
+
+
+class Program:
+    """Trains when told to. ``losses`` are hexadecimal; the scene has seen everything since before the model was made."""
+
+    def __init__(self, torch, device="cpu", optimizer="Adam", model=None, size=12, early=()):
+        self.torch, self.device = torch, device
+        self.ledger = Ledger()
+        self.scene = Scene(torch, Listener(), self.ledger)
+        self.scene.install()
+        for lever, value in early:  # before any loader is made
+            lever.apply(self.scene, value, self.ledger)
+        torch.manual_seed(0)
+        nn = torch.nn
+        if model is None:
+            model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 1), nn.AdaptiveAvgPool2d(2),
+                                  nn.Flatten(), nn.Dropout(0.2), nn.Linear(32, 5))
+        self.model = model.to(device)
+        self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=0.01)
+        source = torch.Generator().manual_seed(1)
+        data = torch.utils.data.TensorDataset(torch.randn(4 * BATCH, 3, size, size, generator=source), torch.randint(5, (4 * BATCH,), generator=source))
+        self.loader = torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True)
+        self.losses = []
+
+    def train(self, epochs=1):
+        """Four steps an epoch. Answers the losses of these epochs."""
+        torch, found = self.torch, []
+        for _ in range(epochs):
+            for x, y in self.loader:
+                x, y = x.to(self.device), y.to(self.device)
+                self.optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(self.model(x), y)
+                loss.backward()
+                self.optimizer.step()
+                found.append(loss.item())
+        self.losses += [v.hex() for v in found]
+        return found
+
+    def leave(self):
+        self.scene.rest()
+        self.ledger.restore()
+        gc.collect()
+
+
+@pytest.fixture
+def program():
+    """``program()`` is a Program that has trained one epoch; options as those of the class, and ``epochs``."""
+    torch = pytest.importorskip("torch")
+    made = []
+
+    def make(epochs=1, **options):
+        made.append(Program(torch, **options))
+        if epochs:
+            made[-1].train(epochs)
+        return made[-1]
+
+    yield make
+    for each in reversed(made):
+        each.leave()

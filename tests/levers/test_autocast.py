@@ -1,0 +1,239 @@
+"""Half precision at the module's border: the script sees float32, float16 carries its loss scale, overflow leaves a step out."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.capture.ledger import Ledger
+from flatout.levers.autocast import FIRST_SCALE, LEVER
+
+torch = pytest.importorskip("torch")
+from torch.nn import functional  # noqa: E402
+
+DTYPES = ["bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_maths_is_done_in_half_precision_and_the_script_sees_float32(program, dtype):
+    live = program()
+    seen = []
+    live.model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    LEVER.apply(live.scene, dtype, Ledger())
+    output = live.model(torch.randn(2, 3, 12, 12))
+    assert seen == [getattr(torch, dtype)]
+    assert output.dtype == torch.float32
+    functional.binary_cross_entropy(output.sigmoid(), torch.ones_like(output)).backward()
+    assert output.detach().numpy().dtype == "float32"
+    assert all(p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in live.model.parameters())
+
+
+class Many(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(432, 5)
+
+    def forward(self, x):
+        y = self.layer(x.flatten(1))
+        return {"logits": y, "all": [y, (y.argmax(1), None)], "name": "text", "count": 3}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outputs_of_any_shape_keep_their_form(program, dtype):
+    live = program(epochs=0, model=Many())
+    live.scene._roots[id(live.model)] = lambda: live.model
+    plain = live.model(torch.ones(2, 3, 12, 12))
+    LEVER.apply(live.scene, dtype, Ledger())
+    output = live.model(torch.ones(2, 3, 12, 12))
+    assert set(output) == set(plain)
+    assert isinstance(output["all"], list)
+    assert isinstance(output["all"][1], tuple)
+    assert output["logits"].dtype == output["all"][0].dtype == torch.float32
+    assert output["all"][1][0].dtype == torch.int64
+    assert output["all"][1][1] is None
+    assert (output["name"], output["count"]) == ("text", 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW"])
+def test_it_trains(program, dtype, optimizer):
+    """The loss falls, and stays near the plain program's: rounding, not other maths."""
+    plain, live = (program(epochs=1, optimizer=optimizer) for _ in range(2))
+    LEVER.apply(live.scene, dtype, Ledger())
+    mine, theirs = live.train(6), plain.train(6)
+    assert sum(mine[-4:]) < sum(mine[:4])
+    assert sum(mine) / len(mine) == pytest.approx(sum(theirs) / len(theirs), rel=0.1)
+
+
+def gradients(live, x, y):
+    live.optimizer.zero_grad()
+    torch.manual_seed(5)
+    functional.cross_entropy(live.model(x), y).backward()
+    return torch.cat([p.grad.flatten() for p in live.model.parameters()]).double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_the_plain_ones_up_to_rounding(program, dtype):
+    """The script never sees a scaled number, neither in its gradients nor in their norm."""
+    live = program()
+    x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
+    plain = gradients(live, x, y)
+    undo = LEVER.apply(live.scene, dtype, Ledger())
+    half = gradients(live, x, y)
+    undo()
+    assert (half - plain).norm() / plain.norm() < 0.1
+    assert torch.equal(gradients(live, x, y), plain)
+
+
+def test_accumulated_gradients_are_unscaled_once(program):
+    live = program()
+    x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
+    LEVER.apply(live.scene, "float16", Ledger())
+    one = gradients(live, x, y)
+    torch.manual_seed(5)
+    functional.cross_entropy(live.model(x), y).backward()
+    two = torch.cat([p.grad.flatten() for p in live.model.parameters()]).double()
+    assert (two - 2 * one).norm() / one.norm() < 0.1
+
+
+def test_small_gradients_survive_in_float16(program):
+    """Without a scale these would be zeros: 1e-6 and less is below what float16 can hold between layers."""
+    live = program()
+    x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
+    LEVER.apply(live.scene, "float16", Ledger())
+    live.optimizer.zero_grad()
+    (functional.cross_entropy(live.model(x), y) * 1e-6).backward()
+    first = next(live.model.parameters()).grad
+    assert first.count_nonzero() > 0.9 * first.numel()
+
+
+def test_overflow_leaves_the_step_out_and_halves_the_scale(program):
+    live = program(optimizer="SGD")
+    ledger = Ledger()
+    LEVER.apply(live.scene, "float16", ledger)
+    x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
+
+    def step(factor):
+        before = [p.detach().clone() for p in live.model.parameters()]
+        live.optimizer.zero_grad()
+        (functional.cross_entropy(live.model(x), y) * factor).backward()
+        live.optimizer.step()
+        return any(not torch.equal(a, b) for a, b in zip(before, live.model.parameters(), strict=True))
+
+    assert step(1.0)
+    assert not step(1e8)  # infinite in float16
+    assert all(torch.isfinite(p).all() for p in live.model.parameters())
+    assert all(torch.isfinite(p.grad).all() for p in live.model.parameters())
+    assert step(1.0)
+    # The scale has been halved: what just overflowed at the first scale passes at some lower one.
+    tries = 0
+    while not step(10.0) and tries < 20:
+        tries += 1
+    assert tries < 20
+    assert FIRST_SCALE == 2.0**14
+
+
+@pytest.mark.filterwarnings("error")  # a scheduler warns where it misses its mark on the step
+def test_the_scheduler_and_the_state_are_not_disturbed_by_a_step_left_out(program):
+    live = program(optimizer="Adam")
+    scheduler = torch.optim.lr_scheduler.StepLR(live.optimizer, 1, 0.5)
+    LEVER.apply(live.scene, "float16", Ledger())
+    live.train()
+    scheduler.step()
+    counts = [state["step"].item() for state in live.optimizer.state.values()]
+    live.optimizer.zero_grad()
+    (live.model(torch.randn(8, 3, 12, 12)).sum() * 1e9).backward()
+    live.optimizer.step()
+    scheduler.step()
+    assert [state["step"].item() for state in live.optimizer.state.values()] == counts
+    assert all(torch.isfinite(state["exp_avg"]).all() for state in live.optimizer.state.values())
+
+
+def test_a_penalty_on_the_weights_is_not_divided_by_the_scale(program):
+    """Part of the loss may reach the parameters without passing through the module: its gradient must stay whole."""
+    live = program()
+    LEVER.apply(live.scene, "float16", Ledger())
+    live.optimizer.zero_grad()
+    sum(p.square().sum() for p in live.model.parameters()).backward()
+    for p in live.model.parameters():
+        assert torch.allclose(p.grad, 2 * p.detach())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_modules_one_behind_the_other(program, dtype):
+    """A GAN, an encoder and a decoder: the gradient passes two borders."""
+    live = program(epochs=0)
+    head = torch.nn.Linear(5, 2)
+    x = torch.randn(8, 3, 12, 12)
+
+    def both():
+        live.optimizer.zero_grad()
+        head.zero_grad()
+        torch.manual_seed(5)
+        head(live.model(x)).square().mean().backward()
+        return torch.cat([p.grad.flatten() for m in (live.model, head) for p in m.parameters()]).double()
+
+    other = torch.optim.SGD(head.parameters(), lr=0.01)
+    both()
+    live.optimizer.step()
+    other.step()
+    plain = both()
+    undo = LEVER.apply(live.scene, dtype, Ledger())
+    assert len(live.scene.roots) == 2
+    half = both()
+    undo()
+    assert (half - plain).norm() / plain.norm() < 0.1
+
+
+def test_the_gradient_of_an_input(program):
+    live = program()
+    x = torch.randn(8, 3, 12, 12, requires_grad=True)
+
+    def gradient():
+        x.grad = None
+        torch.manual_seed(5)
+        live.model(x).square().mean().backward()
+        return x.grad.clone()
+
+    plain = gradient()
+    undo = LEVER.apply(live.scene, "float16", Ledger())
+    half = gradient()
+    undo()
+    assert (half - plain).norm() / plain.norm() < 0.1
+    assert torch.equal(gradient(), plain)
+
+
+def test_a_reentrant_checkpoint_is_scaled_once(program):
+    from torch.utils.checkpoint import checkpoint
+
+    live = program()
+    x = torch.randn(8, 3, 12, 12)
+
+    def gradient(reentrant):
+        live.optimizer.zero_grad()
+        torch.manual_seed(5)
+        inner = x.clone().requires_grad_()
+        output = checkpoint(live.model, inner, use_reentrant=True) if reentrant else live.model(inner)
+        output.square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in live.model.parameters()]).double()
+
+    LEVER.apply(live.scene, "float16", Ledger())
+    once, twice = gradient(False), gradient(True)
+    assert (once - twice).norm() / once.norm() < 0.1
+
+
+def test_several_losses_and_given_gradients(program):
+    live = program()
+    x = torch.randn(8, 3, 12, 12)
+
+    def gradient():
+        live.optimizer.zero_grad()
+        torch.manual_seed(5)
+        output = live.model(x)
+        torch.autograd.backward([output, output.square().mean()], [torch.full_like(output, 0.1), None])
+        return torch.cat([p.grad.flatten() for p in live.model.parameters()]).double()
+
+    plain = gradient()
+    LEVER.apply(live.scene, "float16", Ledger())
+    assert (gradient() - plain).norm() / plain.norm() < 0.1
+    with pytest.raises(RuntimeError, match="implicitly created only for scalar"):
+        live.model(x).backward()

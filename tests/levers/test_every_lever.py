@@ -1,0 +1,324 @@
+"""What holds for every lever of the shelf: its page, its reasons, its undoing, its lines of code."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import gc
+import importlib
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import flatout
+from flatout.capture.ledger import Ledger
+from flatout.levers import TABLE
+from flatout.plan.facts import Facts, Gpu
+from flatout.plan.lever import Comparison, Lever, Options, Skip
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.words import Effect, Moment
+
+torch = pytest.importorskip("torch")
+
+SECTIONS = ["What it does", "Why it is faster", "When it does not help", "What it can change", "Evidence", "Sources"]
+BF16 = Facts(cpu="x", cores=4, cpu_flags=("avx2", "avx512_bf16", "amx_bf16"), system="Linux", allocators={"tcmalloc": "/lib/libtcmalloc.so.4", "glibc": "libc"})
+OLD = Facts(cpu="x", cores=1, cpu_flags=("avx2",), system="Darwin")
+WITH_GPU = Facts(cores=8, system="Linux", gpus=(Gpu("H200", 2**37, (9, 0)),))
+SET = Facts(system="Linux", environment={"OMP_NUM_THREADS": "2", "LD_PRELOAD": "/x/libjemalloc.so", "PYTORCH_ALLOC_CONF": "x", "MALLOC_ARENA_MAX": "1"})
+
+# Every value that a lever may be given on a CPU or a GPU; a new lever must be added here.
+VALUES = {
+    "allocator": [True], "malloc": ["tcmalloc", "glibc"], "threads": [1], "gc_pause": [True], "debug_off": [True],
+    "loader": [{"workers": 1}, {"workers": 0}, {"workers": 2, "pin": True, "prefetch": 4}], "tf32": [True], "cudnn_benchmark": [True],
+    "reduced_precision": [True], "channels_last": [True], "autocast": ["bfloat16", "float16"],
+    "compile": ["default", "reduce-overhead", "max-autotune-no-cudagraphs"], "fused_optimizer": ["fused", "foreach"],
+}
+BY_NAME = {lever.name: lever for lever in TABLE}
+IN_PROCESS = [lever for lever in TABLE if lever.moment is not Moment.PROCESS]
+CASES = [pytest.param(lever, value, id=f"{lever.name}-{value}") for lever in IN_PROCESS for value in VALUES[lever.name]]
+
+
+def test_the_table_names_every_lever_once():
+    files = {path.stem for path in (Path(flatout.__file__).parent / "levers").glob("*.py")} - {"__init__"}
+    assert {lever.name for lever in TABLE} == files == set(VALUES)
+    assert len(BY_NAME) == len(TABLE)
+
+
+@pytest.mark.parametrize("lever", TABLE, ids=lambda lever: lever.name)
+def test_the_page(lever):
+    """The docstring of the file is the page, with the fixed sections in their order, none of them empty."""
+    module = importlib.import_module(f"flatout.levers.{lever.name}")
+    assert module.LEVER is lever
+    assert lever.page == module.__doc__
+    first, *rest = lever.page.strip().splitlines()
+    assert re.fullmatch(r"[A-Z].*\.", first)
+    assert rest[0] == ""
+    found = re.findall(r"^([A-Z][A-Za-z ]+): (.*)", "\n".join(rest), re.MULTILINE)
+    assert [name for name, _ in found] == SECTIONS
+    assert all(len(text) > 8 for _, text in found)
+    assert "measured on your\n    program" in lever.page or "measured on your program" in lever.page
+
+
+@pytest.mark.parametrize("lever", TABLE, ids=lambda lever: lever.name)
+def test_the_value_is_whole(lever):
+    assert isinstance(lever, Lever)
+    assert lever.name.isidentifier()
+    assert lever.effect in (Effect.EXACT, Effect.ROUNDING, Effect.RESAMPLED)  # what changes the maths is not on the shelf
+    assert set(lever.after) | set(lever.excludes) <= set(BY_NAME)
+    order = [each.name for each in TABLE]
+    assert all(order.index(name) < order.index(lever.name) for name in lever.after)
+    if lever.effect is Effect.EXACT:
+        assert lever.guard is Comparison.BITWISE
+    if lever.moment is Moment.PROCESS:
+        assert lever.apply is None
+        assert not lever.live
+    else:
+        assert lever.apply is not None
+        assert lever.known_bad is not None
+
+
+@pytest.mark.parametrize("lever", TABLE, ids=lambda lever: lever.name)
+def test_the_lines_of_code(lever):
+    """No lock-in: Python that parses, or a command line."""
+    for value in VALUES[lever.name]:
+        code = lever.code(value)
+        assert isinstance(code, str)
+        assert "flatout" not in code
+        if lever.moment is Moment.PROCESS:
+            assert "python train.py" in code
+        else:
+            assert ast.parse(code).body
+
+
+# -- applies --------------------------------------------------------------------------------------------------------
+
+
+def nothing(program):
+    """Before anything has happened: as IMPORT and LOADER levers are asked."""
+    return program(epochs=0)
+
+
+def convolutions(program):
+    return program()
+
+
+def sgd_on_vectors(program):
+    return program(optimizer="SGD", model=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(432, 5)))
+
+
+def in_float64(program):
+    made = program(epochs=0, model=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(432, 5)).double())
+    made.model.register_forward_pre_hook(lambda module, args: (args[0].double(),))
+    made.train()
+    return made
+
+
+SCENES = [nothing, convolutions, sgd_on_vectors, in_float64]
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+@pytest.mark.parametrize("facts", [BF16, OLD, WITH_GPU, SET], ids=["bf16", "old", "gpu", "set"])
+def test_every_lever_answers_options_or_a_sentence(program, scene, facts):
+    live = scene(program)
+    for lever in TABLE:
+        answer = lever.applies(facts, live.scene)
+        if isinstance(answer, Options):
+            assert answer.values
+            assert len(set(map(repr, answer.values))) == len(answer.values)
+            # What is offered can be written into a plan and read again.
+            plan = Plan(tuple(Choice(lever.name, value) for value in answer.values[:1]))
+            assert Plan.from_toml(plan.to_toml()).choices[0].value == answer.values[0]
+            assert lever.code(answer.values[0])
+        else:
+            assert isinstance(answer, Skip)
+            assert len(answer.reason.split()) >= 4, answer
+            assert not answer.reason.endswith(".")
+            assert "\n" not in answer.reason
+
+
+@pytest.mark.parametrize("lever", TABLE, ids=lambda lever: lever.name)
+def test_asking_changes_nothing(program, lever):
+    live = program()
+    before = everything(live)
+    lever.applies(BF16, live.scene)
+    assert everything(live) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "scene", "says"),
+    [
+        ("allocator", OLD, nothing, "no CUDA device"), ("allocator", Facts(gpus=WITH_GPU.gpus, environment=SET.environment), nothing, "already configures"),
+        ("malloc", OLD, nothing, "only done on Linux"), ("malloc", SET, nothing, "already preloads libjemalloc.so"),
+        ("malloc", Facts(system="Linux", environment={"GLIBC_TUNABLES": "x"}), nothing, "already configures malloc"),
+        ("malloc", Facts(system="Linux"), nothing, "no other"),
+        ("threads", SET, convolutions, "OMP_NUM_THREADS=2"),
+        ("debug_off", OLD, convolutions, "no debugging aid"),
+        ("tf32", WITH_GPU, convolutions, "not on a CUDA device"), ("cudnn_benchmark", WITH_GPU, convolutions, "not on a CUDA device"),
+        ("reduced_precision", OLD, convolutions, "no bfloat16 instructions"), ("autocast", OLD, convolutions, "no bfloat16 instructions"),
+        ("autocast", BF16, in_float64, "not float32"), ("channels_last", BF16, sgd_on_vectors, "works on images"),
+    ],
+)
+def test_reasons(program, name, facts, scene, says):
+    answer = BY_NAME[name].applies(facts, scene(program).scene)
+    assert isinstance(answer, Skip)
+    assert says in answer.reason
+
+
+def test_process_levers_name_their_variables():
+    assert BY_NAME["allocator"].environment(WITH_GPU, True) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    preload = BY_NAME["malloc"].environment(BF16, "tcmalloc")
+    assert preload["LD_PRELOAD"] == "/lib/libtcmalloc.so.4"
+    assert all(isinstance(v, str) for v in {**preload, **BY_NAME["malloc"].environment(BF16, "glibc")}.values())
+    both = BY_NAME["malloc"].environment(Facts(allocators=BF16.allocators, environment={"LD_PRELOAD": "/x/libother.so"}), "tcmalloc")
+    assert both["LD_PRELOAD"] == "/lib/libtcmalloc.so.4:/x/libother.so"
+    with pytest.raises(LookupError, match="jemalloc is not installed here"):
+        BY_NAME["malloc"].environment(BF16, "jemalloc")
+
+
+# -- apply, undo ----------------------------------------------------------------------------------------------------
+
+
+def everything(live):
+    """All that a lever could have changed: flags, hooks, forwards, layouts, groups, state, patches, generators."""
+    backends = torch.backends
+    parameters = list(live.model.parameters())
+    tensors = [*live.model.state_dict().values(), *(p.grad for p in parameters if p.grad is not None),
+               *(v for p in parameters for v in live.optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor))]
+    return {
+        "flags": [backends.cudnn.benchmark, backends.cudnn.deterministic, backends.cudnn.enabled, torch.get_float32_matmul_precision(),
+                  backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled(),
+                  torch.is_anomaly_check_nan_enabled(), torch.distributions.Distribution._validate_args, torch.get_num_threads()],
+        "precision": [owner.fp32_precision for owner in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul,
+                                                         backends.mkldnn.conv, backends.mkldnn.rnn)],
+        "gc": [gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()],
+        "inductor": importlib.import_module("torch._inductor.config").fallback_random,
+        "patches": [torch.Tensor.to, torch.Tensor.cuda, torch.optim.Optimizer.__init__, torch.utils.data.DataLoader.__init__, torch.autograd.backward],
+        "random": torch.get_rng_state().tolist(),
+        "autocast": [torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")],
+        "model": [type(live.model), sorted(vars(live.model)), list(live.model.state_dict()), [id(p) for p in parameters], live.model.training],
+        "hooks": [[len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks), m.forward.__qualname__] for m in live.model.modules()],
+        "parameter hooks": [len(p._backward_hooks or ()) for p in parameters],
+        "layouts": [(t.dtype, tuple(t.shape), t.is_contiguous(), t.device) for t in tensors],
+        "values": [t.tolist() for t in tensors],
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in live.optimizer.param_groups],
+        "optimizer": [type(live.optimizer), sorted(vars(live.optimizer)), live.optimizer.step.__qualname__, [list(s) for s in live.optimizer.state.values()]],
+        "loader": [live.loader.num_workers, live.loader.pin_memory, len(live.scene._loaders.rules)],
+    }
+
+
+@pytest.mark.parametrize(("lever", "value"), CASES)
+def test_apply_then_undo_leaves_torch_as_found(program, lever, value):
+    live = program()
+    importlib.import_module("torch._inductor.config")
+    gc.collect()
+    before, ledger = everything(live), Ledger()
+    undo = lever.apply(live.scene, value, ledger)
+    if lever.name != "debug_off":  # nothing was switched on for it to switch off, but for the argument checks
+        assert ledger.entries() or lever.name == "cudnn_benchmark"
+    undo()
+    assert everything(live) == before
+    assert ledger.entries() == []
+    undo()  # once more changes nothing
+    assert everything(live) == before
+
+
+@pytest.mark.parametrize(("lever", "value"), [case for case in CASES if case.values[0].live and case.values[0].name != "compile"])
+def test_training_under_it_then_undo(program, lever, value):
+    """Switched on between two steps and off again after some: the program trains before, under it and after, with every setting as it was."""
+    live = program()
+    before = everything(live)
+    undo = lever.apply(live.scene, value, Ledger())
+    under = live.train(2)
+    undo()
+    after = live.train(2)
+    now = everything(live)
+    assert all(torch.isfinite(torch.tensor([*under, *after])))
+    for what in before.keys() - {"values", "random"}:
+        assert now[what] == before[what], what
+
+
+@pytest.mark.parametrize(("lever", "value"), [case for case in CASES if case.values[0].live and case.values[0].name != "compile"])
+def test_a_model_saved_under_it_is_the_plain_model(program, lever, value, tmp_path):
+    """state_dict keys and values stay; a pickled or copied model and optimizer contain nothing of ours."""
+    live = program()
+    keys = list(live.model.state_dict())
+    undo = lever.apply(live.scene, value, Ledger())
+    live.train()
+    assert list(live.model.state_dict()) == keys
+    torch.save(live.model, tmp_path / "model.pt")
+    torch.save({"model": live.model.state_dict(), "optimizer": live.optimizer.state_dict()}, tmp_path / "states.pt")
+    loaded, copied = torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(live.model)
+    states = torch.load(tmp_path / "states.pt", weights_only=True)
+    undo()
+    for path in tmp_path.iterdir():
+        assert b"flatout" not in path.read_bytes()
+    for other in (loaded, copied):
+        assert "forward" not in vars(other)
+        assert all(not m._forward_hooks and not m._forward_pre_hooks for m in other.modules())
+        assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), live.model.state_dict().values(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(states["model"].values(), live.model.state_dict().values(), strict=True))
+    fresh = torch.optim.Adam(copied.parameters())
+    fresh.load_state_dict(states["optimizer"])
+    copied(torch.randn(2, 3, 12, 12)).sum().backward()
+    fresh.step()
+
+
+@pytest.mark.parametrize(("lever", "value"), CASES)
+def test_the_known_bad_undoes_as_well(program, lever, value):
+    live = program()
+    before = everything(live)
+    undo = lever.known_bad(live.scene, value, Ledger())
+    undo()
+    now = everything(live)
+    for what in before.keys() - {"values", "random"}:  # two of them are a nudge and a draw
+        assert now[what] == before[what], what
+
+
+# -- exact means exact ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gc_pause", "debug_off"])
+def test_exact_levers_give_bitwise_losses(program, name):
+    plain = program(epochs=4)
+    live = program(epochs=1)
+    undo = BY_NAME[name].apply(live.scene, True, Ledger())
+    live.train(2)
+    undo()
+    live.train(1)
+    assert live.losses == plain.losses
+    assert all(torch.equal(a, b) for a, b in zip(live.model.state_dict().values(), plain.model.state_dict().values(), strict=True))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_loader_workers_are_exact_over_data_that_draws_nothing(program, workers):
+    """Three epochs, shuffled by the global generator, with dropout drawing from it in between."""
+    plain, live = program(epochs=3), program(epochs=3, early=[(BY_NAME["loader"], {"workers": workers})])
+    assert live.loader.num_workers == workers
+    assert live.loader.persistent_workers
+    assert live.scene.data_is_random() is False
+    assert live.losses == plain.losses
+
+
+def test_compile_without_a_call_costs_nothing_and_leaves_nothing(program):
+    """Applied and undone between two steps: no compilation, bitwise the same training."""
+    plain, live = program(epochs=2), program(epochs=1)
+    BY_NAME["compile"].apply(live.scene, "default", Ledger())()
+    live.train()
+    assert live.losses == plain.losses
+
+
+def test_a_lever_failing_to_apply_leaves_nothing(program):
+    """The engine restores the ledger; so what apply did before it failed must all be in there."""
+    live = program()
+    for lever in IN_PROCESS:
+        if lever.name in ("channels_last", "autocast", "compile"):
+            before, ledger = everything(live), Ledger()
+            broken = SimpleNamespace(**{n: getattr(live.scene, n) for n in ("torch", "parameters", "optimizers", "device_type")}, roots=[live.model, None])
+            broken.wrap_forward = lambda root, wrapper, ledger: live.scene.wrap_forward(root, wrapper, ledger)
+            with pytest.raises(AttributeError):
+                lever.apply(broken, VALUES[lever.name][0], ledger)
+            ledger.restore()
+            assert everything(live) == before

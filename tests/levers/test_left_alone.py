@@ -1,0 +1,333 @@
+"""What the script does itself is left alone, and said."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from flatout.capture.ledger import Ledger
+from flatout.levers import TABLE
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Options, Skip
+from flatout.plan.words import Effect
+
+torch = pytest.importorskip("torch")
+
+LEVER = {lever.name: lever for lever in TABLE}
+FACTS = Facts(cores=4, cpu_flags=("avx512_bf16",), system="Linux")
+
+
+def reason(name, program):
+    answer = LEVER[name].applies(FACTS, program.scene)
+    assert isinstance(answer, Skip), answer
+    return answer.reason
+
+
+def values(name, program):
+    answer = LEVER[name].applies(FACTS, program.scene)
+    assert isinstance(answer, Options), answer
+    return answer.values
+
+
+def train(model, optimizer, steps=2, **context):
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16, **(context or {"enabled": False})):
+            loss = model(torch.randn(4, 3, 12, 12)).square().mean()
+        loss.backward()
+        optimizer.step()
+
+
+def test_own_autocast(program):
+    live = program(epochs=0)
+    train(live.model, live.optimizer, enabled=True)
+    assert reason("autocast", live) == "the script uses autocast itself"
+
+
+def test_autocast_that_is_switched_off_by_a_flag_is_none(program):
+    live = program(epochs=0)
+    train(live.model, live.optimizer, enabled=False)
+    assert values("autocast", live) == ("bfloat16",)
+
+
+def test_own_compile(program):
+    live = program(epochs=0)
+    train(torch.compile(live.model, backend="eager"), live.optimizer)
+    assert "compiles its model itself" in reason("compile", live)
+
+
+def test_own_compile_in_place(program):
+    live = program(epochs=0)
+    live.model.compile(backend="eager")
+    train(live.model, live.optimizer)
+    assert "compiles its model itself" in reason("compile", live)
+
+
+def test_own_threads(program):
+    live = program()
+    before = torch.get_num_threads()
+    try:
+        live.scene.threads_at_import = 2  # what a machine of two cores begins with
+        torch.set_num_threads(3)
+        assert reason("threads", live) == "the script itself chose 3 threads"
+        live.scene.threads_at_import = 3
+        assert values("threads", live) == (1,)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("own", [{"fused": True}, {"foreach": True}, {"foreach": False}, {"fused": False}], ids=str)
+def test_own_form_of_the_optimizer(program, own):
+    """Also where it was switched off: somebody had a reason."""
+    live = program(epochs=0)
+    live.optimizer = torch.optim.Adam(live.model.parameters(), **own)
+    live.train()
+    assert "has chosen one itself" in reason("fused_optimizer", live)
+    before = [dict(group) for group in live.optimizer.param_groups]
+    with pytest.raises(LookupError):
+        LEVER["fused_optimizer"].apply(live.scene, "fused", Ledger())
+    assert all(a[k] == b[k] for a, b in zip(before, live.optimizer.param_groups, strict=True) for k in a if k != "params")
+
+
+class Mine(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad
+
+
+class Child(torch.optim.Adam):
+    """Its step may be its own, so the class is not torch's."""
+
+
+@pytest.mark.parametrize("kind", [Mine, Child, torch.optim.LBFGS])
+def test_optimizers_without_such_a_form(program, kind):
+    live = program(epochs=0)
+    live.optimizer = kind(live.model.parameters())
+    if kind is torch.optim.LBFGS:
+        for x, y in live.loader:
+            def closure(x=x, y=y):
+                live.optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(live.model(x), y)
+                loss.backward()
+                return loss
+            live.optimizer.step(closure)
+    else:
+        live.train()
+    assert kind.__name__ in reason("fused_optimizer", live)
+
+
+def test_one_of_two_optimizers_has_a_fused_form(program):
+    live = program(epochs=0)
+    other = Mine([torch.nn.Parameter(torch.zeros(2))])
+    other.param_groups[0]["params"][0].grad = torch.ones(2)
+    for x, y in live.loader:
+        live.optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(live.model(x), y).backward()
+        other.step()
+        live.optimizer.step()
+    assert values("fused_optimizer", live) == ("fused",)
+    undo = LEVER["fused_optimizer"].apply(live.scene, "fused", Ledger())
+    assert live.optimizer.param_groups[0]["fused"] is True
+    assert "fused" not in other.param_groups[0]
+    undo()
+    assert live.optimizer.param_groups[0]["fused"] is None
+
+
+def test_own_garbage_collection(program):
+    live = program()
+    thresholds = gc.get_threshold()
+    try:
+        gc.disable()
+        assert "switched garbage collection off itself" in reason("gc_pause", live)
+        gc.enable()
+        gc.set_threshold(100_000, 10, 10)
+        assert "raised the thresholds itself" in reason("gc_pause", live)
+    finally:
+        gc.enable()
+        gc.set_threshold(*thresholds)
+    assert values("gc_pause", live) == (True,)
+
+
+def test_own_channels_last(program):
+    live = program(epochs=0)
+    live.model.to(memory_format=torch.channels_last)
+    live.train()
+    assert reason("channels_last", live) == "the script has done it itself"
+
+
+def test_own_onednn_precision(program):
+    live = program()
+    owner = torch.backends.mkldnn.matmul
+    before = owner.fp32_precision
+    try:
+        for mode in ("bf16", "tf32"):
+            owner.fp32_precision = mode
+            assert "chosen oneDNN's precision itself" in reason("reduced_precision", live)
+    finally:
+        owner.fp32_precision = before
+    assert values("reduced_precision", live) == (True,)
+
+
+@pytest.mark.parametrize("aid", ["anomaly", "distributions", "none"])
+def test_debugging_aids(program, aid):
+    live = program()
+    checks = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(True)  # the default, until the first torch.compile of a process
+    if aid == "anomaly":
+        torch.autograd.set_detect_anomaly(True, check_nan=False)
+    elif aid == "distributions":
+        torch.distributions.Normal(0.0, 1.0)
+    try:
+        if aid == "none":
+            assert "no debugging aid" in reason("debug_off", live)
+        else:
+            assert values("debug_off", live) == (True,)
+            undo = LEVER["debug_off"].apply(live.scene, True, Ledger())
+            assert not torch.is_anomaly_enabled()
+            assert not torch.distributions.Distribution._validate_args
+            undo()
+            assert torch.is_anomaly_enabled() == (aid == "anomaly")
+            assert torch.is_anomaly_check_nan_enabled() == (aid != "anomaly")
+            assert torch.distributions.Distribution._validate_args
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+        torch.distributions.Distribution.set_default_validate_args(checks)
+
+
+def test_a_double_backward_is_not_compiled(program):
+    live = program(epochs=0)
+    x = torch.randn(2, 3, 12, 12, requires_grad=True)
+    slope, = torch.autograd.grad(live.model(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    live.optimizer.step()
+    assert "differentiates twice" in reason("compile", live)
+
+
+def test_lbfgs_keeps_its_layout(program):
+    live = program(epochs=0)
+    live.optimizer = torch.optim.LBFGS(live.model.parameters(), max_iter=2)
+    x = torch.randn(4, 3, 12, 12)
+
+    def closure():
+        live.optimizer.zero_grad()
+        loss = live.model(x).square().mean()
+        loss.backward()
+        return loss
+
+    live.optimizer.step(closure)
+    assert "LBFGS" in reason("channels_last", live)
+
+
+@pytest.mark.parametrize("name", ["autocast", "channels_last", "compile"])
+def test_a_model_in_pieces(program, name):
+    live = program(epochs=0)
+    layers = [torch.nn.Conv2d(3, 3, 1) for _ in range(20)]
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.01)
+    x = torch.randn(2, 3, 4, 4)
+    for layer in layers:
+        x = layer(x)
+    x.sum().backward()
+    optimizer.step()
+    assert reason(name, live) == "the model is called in pieces, not through one module"
+
+
+# -- loaders --------------------------------------------------------------------------------------------------------
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """With a length, as many have: a second worker would repeat every sample."""
+
+    def __len__(self):
+        return 64
+
+    def __iter__(self):
+        return iter(torch.arange(64.0))
+
+
+def test_an_iterable_data_set_is_left_alone(program):
+    program(epochs=0, early=[(LEVER["loader"], {"workers": 2})])
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=4)
+    assert loader.num_workers == 0
+    assert torch.cat(list(loader)).tolist() == torch.arange(64.0).tolist()
+
+
+def test_only_an_iterable_data_set(program):
+    live = program(epochs=0)
+    live.scene.loaders.clear()
+    live.loader = torch.utils.data.DataLoader([(torch.zeros(3, 12, 12), torch.tensor(0))] * 8, batch_size=4)
+    live.train()
+    assert values("loader", live)
+    live.scene.loaders.clear()
+    torch.utils.data.DataLoader(Stream(), batch_size=4)
+    assert "IterableDataset" in reason("loader", live)
+
+
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, at):
+        return torch.rand(3, 12, 12), at % 5
+
+
+def test_data_that_draws_is_resampled_not_exact(program):
+    live = program(epochs=0)
+    live.scene.loaders.clear()
+    live.scene._loaders._dataset = None
+    live.loader = torch.utils.data.DataLoader(Augmented(), batch_size=8)
+    live.train()
+    answer = LEVER["loader"].applies(FACTS, live.scene)
+    assert isinstance(answer, Options)
+    assert answer.effect is Effect.RESAMPLED
+
+
+def test_data_that_draws_nothing_is_exact(program):
+    answer = LEVER["loader"].applies(FACTS, program().scene)
+    assert isinstance(answer, Options)
+    assert answer.effect is Effect.EXACT
+
+
+@pytest.mark.parametrize(
+    ("arguments", "workers"),
+    [
+        ({"batch_size": 8}, 1),
+        ({"batch_size": 32}, 0),  # one batch: starting a worker would cost more
+        ({"batch_size": 8, "num_workers": 2, "timeout": 5, "prefetch_factor": 3}, 1),
+        ({"batch_sampler": [[0, 1], [2, 3], [4, 5], [6, 7]]}, 1),
+        ({"batch_size": None}, 1),
+        ({"batch_size": 8, "sampler": range(32)}, 1),
+    ],
+)
+def test_what_the_rule_changes(program, arguments, workers):
+    live = program(epochs=0, early=[(LEVER["loader"], {"workers": 1})])
+    plain = {"batch_size": arguments.get("batch_size", 1), "drop_last": False, "timeout": arguments.get("timeout", 0)}
+    loader = torch.utils.data.DataLoader(live.loader.dataset, **arguments)
+    assert loader.num_workers == workers
+    if "batch_sampler" not in arguments:
+        assert {name: getattr(loader, name) for name in plain} == plain
+    assert loader.prefetch_factor == (arguments.get("prefetch_factor") or (2 if workers else None))
+
+
+def test_fewer_workers_than_asked(program):
+    live = program(epochs=0, early=[(LEVER["loader"], {"workers": 0})])
+    loader = torch.utils.data.DataLoader(live.loader.dataset, batch_size=8, num_workers=2, persistent_workers=True, prefetch_factor=4, timeout=3,
+                                         multiprocessing_context="spawn")
+    assert loader.num_workers == 0
+    assert len(list(loader)) == 4
+
+
+def test_a_value_that_is_no_table_is_refused(program):
+    with pytest.raises(TypeError, match="workers = 2"):
+        LEVER["loader"].apply(program().scene, 3, Ledger())
+
+
+def test_a_script_without_loaders(program):
+    live = program(epochs=0)
+    live.scene.loaders.clear()
+    train(live.model, live.optimizer)
+    assert "without a DataLoader" in reason("loader", live)

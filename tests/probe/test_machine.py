@@ -1,0 +1,67 @@
+"""The machine, looked at without torch: what is there is named, what cannot be seen stays at its default."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flatout.plan.facts import Facts
+from flatout.probe.machine import WATCHED, look
+
+
+def test_facts_of_this_machine():
+    facts = look()
+    assert 1 <= facts.cores <= (os.cpu_count() or 1)
+    assert facts.memory_bytes > 2**26
+    assert facts.cpu
+    assert facts.system == os.uname().sysname
+    assert facts.python == ".".join(map(str, sys.version_info[:3]))
+    assert set(facts.how) <= set(vars(facts))
+    assert Facts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+
+
+def test_affinity_counts(monkeypatch):
+    """A process tied to one core has one core."""
+    one = {min(os.sched_getaffinity(0))}
+    code = f"import os; os.sched_setaffinity(0, {one}); from flatout.probe.machine import look; print(look().cores)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "1\n"
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_variables_that_levers_care_about(monkeypatch, name):
+    monkeypatch.setenv(name, "3")
+    assert look().environment[name] == "3"
+    monkeypatch.delenv(name)
+    assert name not in look().environment
+
+
+def test_nothing_else_of_the_environment_is_kept(monkeypatch):
+    """Facts are written into reports; secrets of the environment must not get there."""
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    assert "secret" not in json.dumps(look().to_json())
+
+
+def test_versions_are_read_without_importing():
+    facts = look()
+    pytest.importorskip("torch")
+    import torch
+
+    assert facts.versions["torch"] == torch.__version__ or torch.__version__.startswith(facts.versions["torch"].split("+")[0])
+
+
+def test_allocators_are_files_that_exist():
+    for name, path in look().allocators.items():
+        assert name in ("tcmalloc", "jemalloc", "mimalloc", "glibc")
+        assert path == "libc" or os.path.isfile(path)
+
+
+def test_a_broken_torch_does_not_matter(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.99: cannot open shared object file')")
+    code = "from flatout.probe.machine import look; look(); print('looked')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.stdout == "looked\n", done.stderr

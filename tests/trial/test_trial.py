@@ -1,0 +1,346 @@
+"""`flatout trial`: one measured run. The program's losses are its own, bit for bit; its output and exit code pass through."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+
+import pytest
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(120)
+
+LINES = re.compile(r"^loss \d+ (\S+)$", re.MULTILINE)
+
+
+@pytest.fixture
+def measure(flatout, tmp_path):
+    """``done, record = measure("python", "train.py", steps=3)``; record is None where none was written."""
+
+    def run(*words, steps=3, options=(), **more):
+        out = tmp_path / "record.json"
+        out.unlink(missing_ok=True)
+        done = flatout("trial", "--steps", str(steps), "--out", str(out), *options, *words, **more)
+        assert done.left == []
+        return done, json.loads(out.read_text()) if out.exists() else None
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def observed(flatout_in, tmp_path_factory, tiny):
+    """One trial of the small script, and fifty steps of it without flatout."""
+    cli = flatout_in(tmp_path_factory.mktemp("trial"))
+    (cli.folder / "train.py").write_text(tiny)
+    out = cli.folder / "record.json"
+    done = cli("trial", "--steps", "8", "--out", str(out), "python", "train.py")
+    plain = cli.plain("python", "train.py", env={"STEPS": "50"})
+    return done, json.loads(out.read_text()), plain
+
+
+def test_losses_are_bitwise_those_of_the_plain_program(observed):
+    _, record, plain = observed
+    losses = LINES.findall(plain.out)
+    assert len(losses) == 50
+    count = min(50, len(record["losses"]))
+    assert count >= 8
+    assert [float.fromhex(v) for v in record["losses"][:count]] == [float.fromhex(v) for v in losses[:count]]
+    assert record["loss_steps"][:count] == list(range(count))
+
+
+def test_the_programs_output_passes_through(observed):
+    done, record, plain = observed
+    shown = LINES.findall(done.out)
+    assert shown == LINES.findall(plain.out)[: len(shown)]
+    assert "done" not in done.out  # it was stopped before its end
+    assert done.code == 0
+    assert len(done.said) == 1
+    assert f"{record['steps']} steps measured after {record['warmup_steps']} to warm up" in done.said[0]
+
+
+def test_the_record_is_whole(observed):
+    _, record, _ = observed
+    assert record["status"] == "finished"
+    assert record["exit_code"] == 0
+    assert record["steps"] == len(record["step_ms_list"]) == 8
+    assert record["unit"] == "step"
+    assert 0 < min(record["step_ms_list"]) <= record["step_ms"] <= max(record["step_ms_list"])
+    assert record["warmup_ms"] > 0
+    assert set(record["phases"]) == {"data", "copy", "forward", "backward", "optimizer", "other"}
+    assert all(record["phases"][name]["median_ms"] > 0 for name in ("forward", "backward", "optimizer"))
+    assert sum(phase["share"] for phase in record["phases"].values()) == pytest.approx(1.0, abs=0.05)
+    assert set(record["weights_digests"]) >= {"1", "2", "4", "8"}
+    assert len(record["batch_hashes"]) == len(set(record["batch_hashes"])) > 0
+    assert record["peak_memory_bytes"] > 2**20
+    assert record["device"] == "cpu"
+    assert record["seed"] == 0
+    assert record["plan"]["choices"] == []
+    assert record["scene"]["optimizers"] == ["AdamW"]
+    assert record["scene"]["boundaries"] == "optimizer"
+    assert set(record["versions"]) == {"python", "torch"}
+
+
+def test_the_same_seed_repeats_and_another_differs(measure, script):
+    """A script that sets no seed of its own, with draws from all three generators."""
+    script("import random, numpy, torch\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+           "while True:\n    x = torch.randn(8, 4) * random.random() + numpy.random.rand()\n    optimizer.zero_grad()\n"
+           "    model(x).square().mean().backward()\n    optimizer.step()\n")
+    first, again, other = (measure("python", "train.py", options=["--seed", seed])[1] for seed in ("3", "3", "4"))
+    count = min(len(first["losses"]), len(again["losses"]))
+    assert first["losses"][:count] == again["losses"][:count]
+    assert first["weights_digests"]["8"] == again["weights_digests"]["8"]
+    assert first["batch_hashes"][0] != other["batch_hashes"][0]
+
+
+def test_under_a_plan(measure, script, tiny, tmp_path):
+    script(tiny)
+    (tmp_path / "plan.toml").write_text("[levers]\ngc_pause = true\nno_such_lever = true\ntf32 = true\nloader = 5\n")
+    done, record = measure("python", "train.py", options=["--plan", str(tmp_path / "plan.toml")])
+    assert done.code == 0
+    assert [entry["name"] for entry in record["applied"]] == ["gc_pause"]
+    skipped = {entry["name"]: entry["reason"] for entry in record["skipped"]}
+    assert set(skipped) == {"no_such_lever", "tf32", "loader"}
+    assert "no such lever" in skipped["no_such_lever"]
+    assert "not on a CUDA device" in skipped["tf32"]
+    assert "workers = 2" in skipped["loader"]
+
+
+def test_a_process_lever_is_in_the_programs_environment(measure, script, tiny, tmp_path):
+    script(tiny + "", name="train.py")
+    (tmp_path / "plan.toml").write_text('[levers]\nmalloc = "glibc"\n')
+    script("import os\nprint('threshold', os.environ.get('MALLOC_MMAP_THRESHOLD_'), flush=True)\n" + tiny)
+    done, record = measure("python", "train.py", options=["--plan", str(tmp_path / "plan.toml")])
+    assert "threshold 4294967295" in done.out
+    assert [entry["name"] for entry in record["applied"]] == ["malloc"]
+
+
+# -- how programs end -----------------------------------------------------------------------------------------------
+
+LOOP = '''
+import os, sys, time, signal
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def steps(count):
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+'''
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "status", "says"),
+    [
+        ("steps(2)", 0, "ended", ""),
+        ("", 0, "ended", ""),
+        ("steps(2); sys.exit(7)", 7, "failed", "exit code 7"),
+        ("steps(2); raise KeyError('mine')", 1, "failed", "KeyError: 'mine'"),
+        ("raise KeyError('mine')", 1, "failed", "KeyError: 'mine'"),
+        ("steps(2); os._exit(5)", 5, "failed", "without a word"),
+        ("steps(2); os.kill(os.getpid(), signal.SIGSEGV)", 139, "failed", "signal 11"),
+    ],
+    ids=["two steps", "no step", "exit 7", "raises after", "raises before", "os._exit", "crash"],
+)
+def test_a_program_that_ends_by_itself(measure, script, ending, code, status, says):
+    script(LOOP + ending + "\n")
+    done, record = measure("python", "train.py", steps=1000)
+    assert done.code == code
+    assert record["status"] == status
+    assert says in record["reason"]
+    if "raise" in ending:
+        assert done.err.count("KeyError: 'mine'") == 1
+        assert 'File "' in done.err
+        assert "train.py" in done.err
+        assert "flatout/" not in done.err.replace("flatout: ", "")  # its traceback is its own
+
+
+@pytest.mark.parametrize("catcher", ["except Exception:\n        pass", "except BaseException:\n        pass",
+                                     "finally:\n        print('finally', flush=True)"], ids=["Exception", "BaseException", "finally"])
+def test_stopping_cannot_be_swallowed(measure, script, catcher):
+    script(LOOP + f"while True:\n    try:\n        steps(1)\n    {catcher}\n")
+    done, record = measure("python", "train.py")
+    assert done.code == 0
+    assert record["status"] == "finished"
+    assert record["steps"] == 3
+    assert ("finally" in done.out) == ("finally" in catcher)
+
+
+def test_a_program_that_hangs_is_ended(measure, script):
+    script(LOOP + "steps(2)\ntime.sleep(1000)\n")
+    done, record = measure("python", "train.py", options=["--timeout", "8s"])
+    assert done.code == 3
+    assert record["status"] == "hung"
+    assert re.search(r"flatout: the program hung: .* within \d+ s", done.said[-1])
+
+
+def test_a_program_that_hangs_while_ending_is_ended_too(measure, script):
+    script(LOOP + "try:\n    steps(10**9)\nfinally:\n    time.sleep(1000)\n")
+    done, record = measure("python", "train.py")
+    assert record["status"] == "finished"
+    assert done.code in (0, 137)
+
+
+@pytest.mark.parametrize("words", [("python", "-c", "print('hello')"), ("sh", "-c", "echo hello"), ("python", "-I", "train.py")], ids=["python", "sh", "-I"])
+def test_nothing_attached(measure, script, words):
+    script("print('hello')\n")
+    done, record = measure(*words)
+    assert done.code == 3
+    assert done.out == "hello\n"
+    assert record["status"] == "unattached"
+    assert len(done.said) == 1
+    assert "nothing was measured" in done.said[0]
+    assert ("-I" in done.said[0]) == ("-I" in words)
+
+
+def test_a_failure_before_torch_keeps_its_exit_code(measure, script):
+    script("import sys\nprint('no config', file=sys.stderr)\nsys.exit(4)\n")
+    done, _ = measure("python", "train.py")
+    assert done.code == 4
+    assert "no config" in done.err
+
+
+def test_interrupting_the_trial(flatout, script, tiny):
+    script(tiny)
+    process = flatout.start("trial", "--steps", "100000000", "python", "train.py")
+    assert process.stdout is not None
+    while "loss 9 " not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    done = flatout.finish(process)
+    assert done.code == 130
+    assert done.left == []
+    assert "Traceback" not in done.err
+
+
+# -- programs of every kind -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["spawn", "fork"])
+def test_a_child_does_the_work(measure, script, kind):
+    """The parent only waits; the one child that trains is what is measured."""
+    script(f'''
+import multiprocessing, os
+import torch
+def train():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    print("child", flush=True)
+    while True:
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+if __name__ == "__main__":
+    child = multiprocessing.get_context("{kind}").Process(target=train)
+    child.start()
+    child.join()
+''')
+    done, record = measure("python", "train.py")
+    assert "child" in done.out
+    assert record["status"] == "finished"
+    assert record["steps"] == 3
+
+
+def test_a_shell_script_that_runs_python(measure, flatout, script):
+    script(LOOP + "print(sys.argv)\nsteps(10**9)\n")
+    (flatout.folder / "go.sh").write_text('#!/bin/sh\npython -c "print(1)"\nexec python train.py "$@"\n')
+    (flatout.folder / "go.sh").chmod(0o755)
+    done, record = measure("./go.sh", "--lr", "0.1 0.2")
+    assert "['train.py', '--lr', '0.1 0.2']" in done.out
+    assert record["status"] == "finished"
+    assert done.code == 0
+
+
+def test_a_program_without_an_optimizer(measure, script):
+    script('''
+import torch
+model = torch.nn.Linear(4, 1)
+while True:
+    model.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.01 * p.grad
+''')
+    _, record = measure("python", "train.py")
+    assert (record["status"], record["steps"]) == ("finished", 3)
+    assert record["scene"]["boundaries"] == "backward"
+    assert record["scene"]["optimizers"] == []
+
+
+def test_passes_inside_a_closure_are_the_ticks_where_a_step_is_long(measure, script):
+    script('''
+import time
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=10**6, max_eval=10**9, tolerance_grad=0, tolerance_change=0)
+x = torch.randn(8, 4)
+def closure():
+    time.sleep(0.05)
+    optimizer.zero_grad()
+    loss = model(x + torch.randn(8, 4)).exp().mean()
+    loss.backward()
+    return loss
+optimizer.step(closure)
+''')
+    _, record = measure("python", "train.py")
+    assert (record["status"], record["unit"], record["steps"]) == ("finished", "backward", 3)
+    assert record["scene"]["closure_steps"] is True
+
+
+def test_input_is_at_its_end(measure, script):
+    script("try:\n    input('name? ')\nexcept EOFError:\n    print('nobody', flush=True)\n" + LOOP + "steps(10**9)\n")
+    done, record = measure("python", "train.py")
+    assert "name? nobody" in done.out
+    assert record["status"] == "finished"
+
+
+def test_a_hundred_megabytes_of_output(measure, script):
+    script(LOOP + "sys.stderr.write('x' * 10**8)\nsteps(10**9)\n")
+    done, record = measure("python", "train.py")
+    assert record["status"] == "finished"
+    assert done.err.count("x") >= 10**8
+    assert len(record["log_tail"]) <= 6000
+
+
+@pytest.mark.timeout(200)
+def test_two_ranks_under_torchrun(measure, script):
+    """One rank is measured, both are stopped, and neither is left behind."""
+    script('''
+import os
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+print("rank", dist.get_rank(), flush=True)
+while True:
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+''')
+    _, record = measure("torchrun", "--standalone", "--nproc-per-node", "2", "train.py", timeout=180)
+    assert record["status"] == "finished"
+    assert record["steps"] == 3
+    assert record["scene"]["roots"] == ["DistributedDataParallel"]
+
+
+def test_folders_and_checkpoints_of_a_killed_program_are_gone(measure, flatout, script, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    script(LOOP + "os.makedirs('runs/1/checkpoints')\ntorch.save(model.state_dict(), 'runs/1/checkpoints/a.pt')\nsteps(2)\nos._exit(5)\n")
+    done, _ = measure("python", "train.py", env={"TMPDIR": str(tmp_path / "tmp")})
+    assert done.code == 5
+    assert [path.name for path in flatout.folder.iterdir()] == ["train.py"]
+
+
+def test_without_out_a_line_says_where_the_record_is(flatout, script, tiny, tmp_path):
+    script(tiny)
+    (tmp_path / "tmp").mkdir()
+    done = flatout("trial", "--steps", "2", "python", "train.py", env={"TMPDIR": str(tmp_path / "tmp")})
+    path = re.search(r"record in (\S+)", done.said[-1])
+    assert path is not None
+    assert json.loads(open(path.group(1)).read())["status"] == "finished"  # noqa: SIM115
+    assert os.listdir(flatout.folder) == ["train.py"]
