@@ -13,7 +13,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from flatout.capture.ledger import Ledger
@@ -68,7 +68,7 @@ class Shelter:
             members = getattr(os, group)
             if really in members:
                 members.add(sheltered)
-                self.ledger.call(f"os.{group}", lambda members=members: members.discard(sheltered))
+                self.ledger.call(f"os.{group}", partial(members.discard, sheltered))
 
     # -- opening ----------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -36,6 +37,7 @@ def command(steps: int, seed: int, plan_path: str, out: Path | None, timeout: fl
         record = measure(trial, steps, seconds() + timeout)
     if out is not None:
         write_whole(out, json.dumps(record.to_json(), indent=1) + "\n")
+        shutil.rmtree(folder.path, ignore_errors=True)
     where = out or folder.result
     if record.status == "unattached":
         sys.stderr.write(f"flatout: nothing was measured: {(cmd.closed and f'python {cmd.closed} keeps flatout out') or record.reason}\n")

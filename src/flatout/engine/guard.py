@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from flatout.measure.statistics import two_sample_ks
@@ -127,8 +128,8 @@ def _same_distribution(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord
         return []
     names = ("mean", "deviation", "left against right", "top against bottom")
     worst = min(((two_sample_ks([r[i] for r in a], [r[i] for r in b]), name) for i, name in enumerate(names)), key=lambda pair: pair[0])
-    return [GuardCheck("distribution", worst[0] >= DISTRIBUTION_P,
-                       f"over {len(a)} and {len(b)} samples the {worst[1]} of a sample fits the plain program's with p = {worst[0]:.2g}", worst[0], DISTRIBUTION_P)]
+    why = f"over {len(a)} and {len(b)} samples the {worst[1]} of a sample fits the plain program's with p = {worst[0]:.2g}"
+    return [GuardCheck("distribution", worst[0] >= DISTRIBUTION_P, why, worst[0], DISTRIBUTION_P)]
 
 
 def _curves_within_spread(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
@@ -138,7 +139,7 @@ def _curves_within_spread(curves: Sequence[tuple[list[float], list[float]]]) -> 
     edges = [round(i * length / count) for i in range(count + 1)]
 
     def windows(curve: list[float]) -> list[float]:
-        return [sum(curve[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+        return [sum(curve[a:b]) / (b - a) for a, b in pairwise(edges)]
 
     plain, tuned = [windows(p) for p, _ in curves], [windows(t) for _, t in curves]
     gaps = [y - x for p, t in zip(plain, tuned, strict=True) for x, y in zip(p, t, strict=True)]
@@ -152,7 +153,7 @@ def _curves_within_spread(curves: Sequence[tuple[list[float], list[float]]]) -> 
     spread = _spread(plain)
     if spread == 0:
         # One seed, or a program that ignores ours: its own step-to-step movement is the only scale there is.
-        moves = [abs(b - a) for p, _ in curves for a, b in zip(p, p[1:], strict=False)]
+        moves = [abs(b - a) for p, _ in curves for a, b in pairwise(p)]
         spread = sum(moves) / len(moves) / 2 if moves else 0.0
         scale = "half of what the loss moves from step to step (no spread of seeds was seen)"
     else:

@@ -27,7 +27,7 @@ from flatout.measure.parity import tensors_in
 from flatout.plan.plan import Choice
 
 STEPS = 4
-STEPS_OF_A_LARGE_MODEL = 2
+STEPS_OF_A_LARGE_MODEL = 2  # or of a slow one
 LARGE = 100_000_000  # parameters; the gradients of all steps are held at once
 PATIENCE_STEPS = 12
 
@@ -35,7 +35,7 @@ PATIENCE_STEPS = 12
 class StepReplica:
     """Listens to a few steps of the script, then judges. ``captured`` is True once it has seen enough."""
 
-    def __init__(self, scene: Any, applier: Applier, choices: Sequence[Choice]) -> None:
+    def __init__(self, scene: Any, applier: Applier, choices: Sequence[Choice], slow: bool = False) -> None:
         self.scene = scene
         self.torch = scene.torch
         self.applier = applier
@@ -47,7 +47,7 @@ class StepReplica:
         self._stepped: set[int] = set()
         self._steps: dict[int, list[dict[str, Any]]] = {}
         self._start = scene.steps
-        self._wanted = STEPS if sum(p.numel() for p in scene.parameters) <= LARGE else STEPS_OF_A_LARGE_MODEL
+        self._wanted = STEPS_OF_A_LARGE_MODEL if slow or sum(p.numel() for p in scene.parameters) > LARGE else STEPS
 
     @property
     def captured(self) -> bool:

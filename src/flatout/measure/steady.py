@@ -12,13 +12,14 @@ LONGEST_WARMUP_TICKS = 30
 LONGEST_WARMUP_S = 20.0
 
 
-def is_steady(ticks_ms: Sequence[float], elapsed_s: float) -> bool:
+def is_steady(ticks_ms: Sequence[float], elapsed_s: float, fewest_ticks: int = 1) -> bool:
     """True once two successive windows of four ticks have medians within 15 %, or patience has run out.
 
     ``ticks_ms`` are all ticks after the first step, ``elapsed_s`` the time since the first step. A program whose tick
-    lasts seconds is taken after one tick: a longer warm-up would cost more than it could correct.
+    lasts seconds is taken after two: a longer warm-up would cost more than it could correct. ``fewest_ticks`` must have
+    passed even where patience has run out: the first tick under a compiler is the compilation.
     """
-    if not ticks_ms:
+    if len(ticks_ms) < max(1, fewest_ticks):
         return False
     if elapsed_s >= LONGEST_WARMUP_S or len(ticks_ms) >= LONGEST_WARMUP_TICKS:
         return True

@@ -45,6 +45,7 @@ class Trial:
         self.ready: dict[str, Any] = {}
         self.attached = False  # some process of the program has imported torch
         self.started_s = 0.0
+        self.ticks_run = 0
         self._short = Path(tempfile.mkdtemp(prefix="flatout-"))  # a socket's path may have 107 characters
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channels: list[Channel] = []
@@ -102,6 +103,7 @@ class Trial:
         answer = self.ask({"do": "go", "ticks": ticks, "seconds": longest_s}, deadline_s)
         self.hold()
         times: list[float] = answer["ms"]
+        self.ticks_run += len(times)
         return times
 
     def switch(self, choices: Sequence[Choice], deadline_s: float) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from flatout.engine.applier import EARLY, LATE, Applier, Outcome
 from flatout.engine.replica import StepReplica
 from flatout.measure.clock import HostClock, clock_for, seconds
 from flatout.measure.phases import PhaseRecorder
-from flatout.measure.statistics import block_ms
+from flatout.measure.statistics import block_ms, median
 from flatout.measure.steady import is_steady
 from flatout.plan.folder import TrialFolder, write_json
 from flatout.plan.lever import Options
@@ -41,6 +41,8 @@ from flatout.trial.channel import Channel, Hangup
 from flatout.trial.recorder import Recorder
 from flatout.trial.spec import TrialSpec, levers
 
+SLOW_MS = 1000.0  # each step of a replica is done three times over
+TICKS_OF_A_COMPILER = 4  # shapes, train and eval, the graph recorded: each may cost one
 CLOSURE_PASSES = 4  # so many backward passes inside one optimizer step, and a second gone: the pass is the tick
 CLOSURE_S = 1.0
 
@@ -81,6 +83,7 @@ class Worker(Listener):
         self.started_s = seconds()
         self.first_backward_s: float | None = None
         self.warm = False
+        self.fewest_ticks = 1
         self.warmup_steps = 0
         self.warmup_ms = 0.0
         self.ticks_ms: list[float] = []
@@ -181,6 +184,8 @@ class Worker(Listener):
         """The Scene is known: the levers that need it act now."""
         self.late_done = True
         self.applier.start(self.spec.plan, LATE)
+        if any(o.applied and self.applier.table[o.choice.name].warms_up for o in self.applier.outcomes):
+            self.fewest_ticks = TICKS_OF_A_COMPILER
         if self.scene.device_type == "cuda":
             self.clock = clock_for(self.torch, "cuda")
             self.phases = PhaseRecorder(self.clock)
@@ -208,7 +213,7 @@ class Worker(Listener):
         elif self.replica is None:
             self.ticks_ms.append(self.clock.elapsed_ms(start, now))
             self.phases.forget()
-            if is_steady(self.ticks_ms, seconds() - (self.first_backward_s or 0.0)):
+            if is_steady(self.ticks_ms, seconds() - (self.first_backward_s or 0.0), self.fewest_ticks):
                 self._becomes_warm()
         if self.warm and self.block_left <= 0:
             self._end_block()
@@ -248,7 +253,7 @@ class Worker(Listener):
                 self.block_until_s = seconds() + float(command.get("seconds", "inf"))
                 break
             if do == "replica":
-                self.replica = StepReplica(self.scene, self.applier, _choices(command["choices"]))
+                self.replica = StepReplica(self.scene, self.applier, _choices(command["choices"]), slow=median(self.ticks_ms) > SLOW_MS)
                 self.block_left = 0
                 break
             if do == "finish":

@@ -20,6 +20,7 @@ MOST_ENTRANTS = 7
 FEWEST_RACE_ROUNDS = 2
 RACE_ROUNDS = 12
 VALUES_A_LEVER = 4
+OLD_TICKS = 50
 
 
 def live_race(tuning: Tuning, plain: Trial) -> None:
@@ -78,15 +79,25 @@ def process_race(tuning: Tuning, plain: Entrant) -> None:
         wanted.insert(min(2, len(wanted)), (None, True))
     entrants: list[tuple[Candidate | None, Value, Entrant]] = []
     for candidate, value in wanted[:MOST_ENTRANTS]:
-        # One more must leave time to start it, and for a few rounds of all of them.
+        # One more must leave time to start it (and a young plain program), and for a few rounds of all of them.
         blocks_s = FEWEST_RACE_ROUNDS * arena.block_s * (len(entrants) + 3)
-        if tuning.explore_until_s - seconds() < tuning.start_cost_s + blocks_s:
+        if tuning.explore_until_s - seconds() < 2 * tuning.start_cost_s + blocks_s:
             break
         entrant = _start(tuning, candidate, value)
         if entrant is not None:
             entrants.append((candidate, value, entrant))
     if entrants:
-        _take_turns(tuning, plain, entrants)
+        _take_turns(tuning, _reference(tuning, plain), entrants)
+
+
+def _reference(tuning: Tuning, plain: Entrant) -> Entrant:
+    """The plain program that the others race against: as young as they are. Episodes lengthen and caches fill as training goes on."""
+    if plain.trial.ticks_run <= OLD_TICKS or tuning.explore_until_s - seconds() < 2 * tuning.start_cost_s:
+        return plain
+    try:
+        return tuning.enter(Plan())
+    except (ProgramGone, LeverFailed):
+        return plain
 
 
 def _start(tuning: Tuning, candidate: Candidate | None, value: Value) -> Entrant | None:
@@ -125,6 +136,8 @@ def _take_turns(tuning: Tuning, plain: Entrant, entrants: list[tuple[Candidate |
         else:
             tuning.session.noise_floor = verdict
             tuning.floor = max(0.01, abs(math.log(verdict.median)))
+    if plain.trial is not tuning.observed:
+        arena.dismiss(plain.trial)
     tuning.save()
 
 

@@ -52,7 +52,7 @@ def _observe(tuning: Tuning) -> Entrant:
     except ProgramGone as gone:
         raise _why_not(tuning, gone.record) from None
     ready, arena = plain.trial.ready, tuning.arena
-    tuning.start_cost_s = plain.start_s
+    tuning.observed, tuning.start_cost_s = plain.trial, plain.start_s
     arena.tick_ms, arena.unit = max(ready["tick_ms"], 1e-3), ready["unit"]
     tuning.session.scene = answer["scene"]
     arena.prefetched_ticks = PREFETCHED_BATCHES * max((loader["num_workers"] for loader in answer["scene"]["loaders"]), default=0)

@@ -12,7 +12,7 @@ from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Plan
 from flatout.plan.records import Contest, Ratio, SessionRecord, TrialRecord
 from flatout.plan.words import Effect
-from flatout.trial.parent import ProgramGone
+from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.arena import Arena, Entrant, LeverFailed
 from flatout.tune.candidates import Candidate
 
@@ -55,6 +55,7 @@ class Tuning:
         self.candidates: dict[str, Candidate] = {}
         self.floor = 0.01  # a gain below this is not told from none
         self.start_cost_s = 5.0  # of one program, until its steps are steady
+        self.observed: Trial | None = None
         self.first_plain: TrialRecord | None = None
 
     # -- time -------------------------------------------------------------------------------------------------------

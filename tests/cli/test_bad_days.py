@@ -1,0 +1,252 @@
+"""Bad days of `flatout tune`: each ends with one clear sentence, a sensible exit code, nothing lost and no process left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(200)
+
+LOOP = '''
+import os, sys, time, signal
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def steps(count):
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+'''
+NEEDS_TORCH = pytest.mark.skipif(not pytest.importorskip("torch"), reason="not run: there is no torch here")
+
+
+@pytest.fixture
+def tune(flatout):
+    """``done = tune("python", "train.py")`` with a budget of 20 s; checks what every bad day has in common."""
+
+    def run(*words, budget="20s", options=(), speaks=True, **more):
+        done = flatout("tune", "--budget", budget, *options, *words, timeout=150, **more)
+        assert done.left == []
+        assert "Traceback" not in "".join(done.said)
+        assert 'flatout/cli/' not in done.err  # a traceback of ours
+        if speaks:
+            assert len([line for line in done.said if len(line.split()) > 4]) >= 1, done.err
+        return done
+
+    return run
+
+
+def sessions(folder: Path):
+    return [json.loads(path.read_text()) for path in folder.glob(".flatout/*/session.json")]
+
+
+# -- mistakes on the command line: nothing is started, nothing is written ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["missing.py"], 127, "no script 'missing.py'"),
+        (["python", "missing.py"], 127, "no script 'missing.py'"),
+        (["pyhton", "train.py"], 127, "no program 'pyhton'"),
+        (["--budget", "0", "python", "train.py"], 2, "cannot measure anything"),
+        (["--budget", "-5s", "python", "train.py"], 2, "not a time"),
+        (["--budget", "nan", "python", "train.py"], 2, "not a time"),
+        (["--budget", "", "python", "train.py"], 2, "not a time"),
+        (["--levers", "tf23", "python", "train.py"], 2, "there is no lever tf23"),
+        (["--effects", "changes_math", "python", "train.py"], 2, "never by the tuner"),
+        (["--effects", "none", "python", "train.py"], 2, "use some of exact, rounding, resampled"),
+        ([], 2, "no program was given"),
+    ],
+)
+def test_mistakes(flatout, script, words, code, says):
+    script("print('started')")
+    done = flatout("tune", *words)
+    assert done.code == code
+    assert says in done.err
+    assert done.out == ""
+    assert "Traceback" not in done.err
+    assert [path.name for path in flatout.folder.iterdir()] == ["train.py"]
+
+
+# -- programs that cannot be tuned ------------------------------------------------------------------------------------
+
+
+@NEEDS_TORCH
+@pytest.mark.parametrize(
+    ("ending", "code", "says"),
+    [
+        ("raise KeyError('before')", 1, "KeyError: 'before'"),
+        ("steps(3); raise KeyError('during')", 1, "KeyError: 'during'"),
+        ("sys.exit(9)", 9, "exit code 9"),
+        ("steps(2)", 3, "ended after 2 training steps"),
+        ("steps(1)", 3, "ended after 1 training step;"),
+        ("", 3, "ended without a training step"),
+        ("steps(2); os._exit(5)", 5, "os._exit"),
+        ("steps(2); os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by signal 9"),
+    ],
+    ids=["raises before", "raises during", "exits", "two steps", "one step", "never steps", "os._exit", "is killed"],
+)
+def test_programs_that_cannot_be_tuned(tune, flatout, script, ending, code, says):
+    script(LOOP + ending + "\n")
+    done = tune("python", "train.py")
+    assert done.code == code
+    assert says in done.err
+    (session,) = sessions(flatout.folder)
+    assert session["status"] == "failed"
+    assert session["message"] in done.err
+    assert next(flatout.folder.glob(".flatout/*/report.html")).read_text().startswith("<!doctype html>")
+    assert not (flatout.folder / "flatout.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["python", "-c", "print(1)"], "no Python process of it imported torch"),
+        (["sh", "-c", "true"], "no Python process of it imported torch"),
+        (["python", "-I", "train.py"], "`python -I` keeps flatout out"),
+    ],
+)
+def test_nothing_to_enter(tune, flatout, script, words, says):
+    script("print(1)")
+    done = tune(*words)
+    assert done.code == 3
+    assert says in done.err
+
+
+@NEEDS_TORCH
+def test_a_failure_after_the_measured_steps_does_not_matter(tune, flatout, script):
+    """The trials stop the program long before it would fail."""
+    script(LOOP + "steps(10**9)\nraise KeyError('after')\n")
+    done = tune("python", "train.py", options=["--levers", "gc_pause"], speaks=False)
+    assert done.code == 0, done.err
+    assert "KeyError" not in done.err
+
+
+@NEEDS_TORCH
+@pytest.mark.slow
+def test_a_program_that_hangs_is_given_up(tune, flatout, script):
+    script(LOOP + "steps(2)\ntime.sleep(10_000)\n")
+    done = tune("python", "train.py", budget="6s")
+    assert done.code == 3
+    assert "did not train" in done.err
+    assert "--budget" in done.err
+
+
+@NEEDS_TORCH
+def test_a_program_that_reads_its_input(tune, flatout, script):
+    script("name = input('name? ')\n" + LOOP)
+    done = tune("python", "train.py")
+    assert done.code == 1
+    assert "EOFError" in done.err
+
+
+# -- signals ----------------------------------------------------------------------------------------------------------
+
+
+@NEEDS_TORCH
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signals_leave_no_process(flatout, script, number):
+    """Also a kill that nobody can catch, while programs are held: they die with flatout."""
+    script("import multiprocessing\n" + LOOP + '''
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 10**6
+    def __getitem__(self, at): return torch.zeros(4)
+for x in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1):
+    steps(1)
+''')
+    process = flatout.start("tune", "--budget", "100s", "--levers", "gc_pause,fused_optimizer", "python", "train.py")
+    until = time.monotonic() + 100
+    while not any(session["baseline"]["step_ms"] for session in sessions(flatout.folder)):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    process.send_signal(number)
+    done = flatout.finish(process)
+    assert done.left == []
+    assert done.code == (-9 if number == signal.SIGKILL else 130)
+    assert "Traceback" not in done.err
+    (session,) = sessions(flatout.folder)
+    assert session["status"] == "running"
+
+
+# -- disks and folders ------------------------------------------------------------------------------------------------
+
+
+@NEEDS_TORCH
+def test_a_full_disk(tune, flatout, script):
+    """No file may grow beyond two kilobytes: the session cannot be written."""
+    script(LOOP + "steps(10**9)\n")
+    done = flatout("tune", "--budget", "20s", "python", "train.py", prefix=["prlimit", "--fsize=2048"], timeout=150)
+    assert done.left == []
+    assert done.code == 4, done.err
+    assert "cannot write" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_folder_that_was_named_and_cannot_be_written(tune, flatout, script):
+    script("print(1)")
+    (flatout.folder / "file").write_text("mine")
+    done = tune("python", "train.py", options=["--job", "file/job"])
+    assert done.code == 4
+    assert "cannot make the folder file/job" in done.err
+    assert (flatout.folder / "file").read_text() == "mine"
+
+
+@NEEDS_TORCH
+def test_a_folder_where_nothing_can_be_written(tune, flatout, script, tmp_path):
+    """Nobody asked for the records to lie here, so they go elsewhere, and a line says where; the plan stays with them."""
+    script(LOOP + "steps(2)\n")
+    (flatout.folder / ".flatout").write_text("in the way")
+    (tmp_path / "tmp").mkdir()
+    done = tune("python", "train.py", env={"TMPDIR": str(tmp_path / "tmp")})
+    assert done.code == 3
+    assert "cannot be written; the records go to" in done.err
+    assert list((tmp_path / "tmp").glob("flatout-train-*/session.json"))
+    assert (flatout.folder / ".flatout").read_text() == "in the way"
+
+
+@NEEDS_TORCH
+@pytest.mark.slow
+def test_a_plan_that_cannot_be_written_beside_the_script_is_in_the_job(tune, flatout, script):
+    script(LOOP + "steps(10**9)\n")
+    (flatout.folder / "flatout.toml").mkdir()
+    done = tune("python", "train.py", options=["--levers", "gc_pause"], speaks=False)
+    assert done.code == 0, done.err
+    assert "flatout.toml" in done.err
+    assert list(flatout.folder.glob(".flatout/*/flatout.toml"))
+
+
+# -- what lies about from before --------------------------------------------------------------------------------------
+
+
+@NEEDS_TORCH
+def test_broken_remains_are_begun_anew(tune, flatout, script):
+    """A session and a plan that cannot be read, a trial folder from nowhere: the session begins anew."""
+    script(LOOP + "steps(2)\n")
+    tune("python", "train.py")
+    (job,) = flatout.folder.glob(".flatout/*")
+    for content in (b"{", b"\x00\xff"):
+        (job / "session.json").write_bytes(content)
+        (flatout.folder / "flatout.toml").write_bytes(content)
+        done = tune("python", "train.py")
+        assert done.code == 3
+        assert "ended after 2 training steps" in done.err
+        assert sessions(flatout.folder)[0]["status"] == "failed"
+
+
+@NEEDS_TORCH
+@pytest.mark.slow
+def test_run_with_a_budget_runs_the_program_whatever_tuning_finds(flatout, script):
+    """A program too short to tune still runs, to its own end, with its own exit code."""
+    script(LOOP + "steps(2)\nprint('ran', flush=True)\nsys.exit(6)\n")
+    done = flatout("run", "--budget", "20s", "python", "train.py", timeout=150)
+    assert done.left == []
+    assert done.code == 6
+    assert done.out == "ran\n"
+    assert any("tuning ended without a plan" in line for line in done.said)
