@@ -15,12 +15,13 @@ LOOP = '''
 import os, sys, time, signal
 import torch
 model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-def steps(count):
+def steps(count):  # by hand: an optimizer of torch's own takes a second to import
     for _ in range(count):
-        optimizer.zero_grad()
+        model.zero_grad()
         model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
 '''
 NEEDS_TORCH = pytest.mark.skipif(not pytest.importorskip("torch"), reason="not run: there is no torch here")
 
@@ -84,13 +85,12 @@ def test_mistakes(flatout, script, words, code, says):
         ("raise KeyError('before')", 1, "KeyError: 'before'"),
         ("steps(3); raise KeyError('during')", 1, "KeyError: 'during'"),
         ("sys.exit(9)", 9, "exit code 9"),
-        ("steps(2)", 3, "ended after 2 training steps"),
-        ("steps(1)", 3, "ended after 1 training step;"),
+        ("steps(3)", 3, "ended after 3 training steps"),
         ("", 3, "ended without a training step"),
-        ("steps(2); os._exit(5)", 5, "os._exit"),
-        ("steps(2); os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by signal 9"),
+        ("steps(3); os._exit(5)", 5, "os._exit"),
+        ("steps(3); os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by signal 9"),
     ],
-    ids=["raises before", "raises during", "exits", "two steps", "one step", "never steps", "os._exit", "is killed"],
+    ids=["raises before", "raises during", "exits", "three steps", "never steps", "os._exit", "is killed"],
 )
 def test_programs_that_cannot_be_tuned(tune, flatout, script, ending, code, says):
     script(LOOP + ending + "\n")
@@ -117,15 +117,6 @@ def test_nothing_to_enter(tune, flatout, script, words, says):
     done = tune(*words)
     assert done.code == 3
     assert says in done.err
-
-
-@NEEDS_TORCH
-def test_a_failure_after_the_measured_steps_does_not_matter(tune, flatout, script):
-    """The trials stop the program long before it would fail."""
-    script(LOOP + "steps(10**9)\nraise KeyError('after')\n")
-    done = tune("python", "train.py", options=["--levers", "gc_pause"], speaks=False)
-    assert done.code == 0, done.err
-    assert "KeyError" not in done.err
 
 
 @NEEDS_TORCH
@@ -201,7 +192,7 @@ def test_a_folder_that_was_named_and_cannot_be_written(tune, flatout, script):
 @NEEDS_TORCH
 def test_a_folder_where_nothing_can_be_written(tune, flatout, script, tmp_path):
     """Nobody asked for the records to lie here, so they go elsewhere, and a line says where; the plan stays with them."""
-    script(LOOP + "steps(2)\n")
+    script(LOOP)
     (flatout.folder / ".flatout").write_text("in the way")
     (tmp_path / "tmp").mkdir()
     done = tune("python", "train.py", env={"TMPDIR": str(tmp_path / "tmp")})
@@ -214,11 +205,13 @@ def test_a_folder_where_nothing_can_be_written(tune, flatout, script, tmp_path):
 @NEEDS_TORCH
 @pytest.mark.slow
 def test_a_plan_that_cannot_be_written_beside_the_script_is_in_the_job(tune, flatout, script):
-    script(LOOP + "steps(10**9)\n")
+    """Nor does it matter what the program would do after the steps that were measured: the trials stop it before."""
+    script(LOOP + "steps(10**9)\nraise KeyError('after')\n")
     (flatout.folder / "flatout.toml").mkdir()
-    done = tune("python", "train.py", options=["--levers", "gc_pause"], speaks=False)
+    done = tune("python", "train.py", budget="12s", options=["--levers", "gc_pause"])
     assert done.code == 0, done.err
-    assert "flatout.toml" in done.err
+    assert "flatout.toml" in done.said[-1]
+    assert "KeyError" not in done.err
     assert list(flatout.folder.glob(".flatout/*/flatout.toml"))
 
 
@@ -228,16 +221,15 @@ def test_a_plan_that_cannot_be_written_beside_the_script_is_in_the_job(tune, fla
 @NEEDS_TORCH
 def test_broken_remains_are_begun_anew(tune, flatout, script):
     """A session and a plan that cannot be read, a trial folder from nowhere: the session begins anew."""
-    script(LOOP + "steps(2)\n")
+    script(LOOP)
     tune("python", "train.py")
     (job,) = flatout.folder.glob(".flatout/*")
-    for content in (b"{", b"\x00\xff"):
-        (job / "session.json").write_bytes(content)
-        (flatout.folder / "flatout.toml").write_bytes(content)
-        done = tune("python", "train.py")
-        assert done.code == 3
-        assert "ended after 2 training steps" in done.err
-        assert sessions(flatout.folder)[0]["status"] == "failed"
+    (job / "session.json").write_bytes(b"{\x00\xff")
+    (flatout.folder / "flatout.toml").write_bytes(b"[levers")
+    done = tune("python", "train.py")
+    assert done.code == 3
+    assert "ended without a training step" in done.err
+    assert sessions(flatout.folder)[0]["status"] == "failed"
 
 
 @NEEDS_TORCH

@@ -273,7 +273,7 @@ def test_python_that_keeps_us_out(flatout, script, tmp_path, option):
 
 
 def test_children_that_train_are_reached_and_only_one_speaks(train):
-    done = train('fused_optimizer = "fused"', source='''
+    done = train('fused_optimizer = "fused"', source=r'''
 import os
 import torch
 import torch.multiprocessing as mp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 
@@ -165,7 +166,7 @@ def test_own_onednn_precision(program):
     owner = torch.backends.mkldnn.matmul
     before = owner.fp32_precision
     try:
-        for mode in ("bf16", "tf32"):
+        for mode in ("bf16", "tf32", "ieee"):
             owner.fp32_precision = mode
             assert "chosen oneDNN's precision itself" in reason("reduced_precision", live)
     finally:
@@ -234,6 +235,91 @@ def test_a_model_in_pieces(program, name):
     x.sum().backward()
     optimizer.step()
     assert reason(name, live) == "the model is called in pieces, not through one module"
+
+
+# -- precision flags, on a GPU that is only said to be there: the flags themselves are real -----------------------------
+
+
+@pytest.fixture
+def ampere(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
+    layer = torch.nn.Conv2d(1, 1, 1)
+    kept = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+    yield SimpleNamespace(torch=torch, device_type="cuda", roots=[layer], parameters=list(layer.parameters()), has_layer=lambda *names: True)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = kept
+    torch.set_float32_matmul_precision("highest")
+    for owner in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        owner.fp32_precision = "none"
+
+
+def older(precision):
+    torch.set_float32_matmul_precision(precision)
+
+
+def newer(precision):
+    torch.backends.cuda.matmul.fp32_precision = precision
+
+
+def oldest(allowed):
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+@pytest.mark.parametrize(("sets", "value", "says"), [
+    (older, "high", "switched TF32 on itself"), (older, "medium", "switched TF32 on itself"), (oldest, True, "switched TF32 on itself"),
+    (newer, "tf32", "itself"), (newer, "ieee", "itself"), (older, "highest", "full float32 precision itself"), (oldest, False, "itself")])
+def test_own_tf32_in_either_family_of_flags(ampere, sets, value, says):
+    assert isinstance(LEVER["tf32"].applies(FACTS, ampere), Options)
+    sets(value)
+    answer = LEVER["tf32"].applies(FACTS, ampere)
+    assert isinstance(answer, Skip)
+    assert says in answer.reason
+
+
+@pytest.mark.parametrize("name", ["tf32", "reduced_precision"])
+def test_both_families_of_flags_can_be_read_while_it_is_on(ampere, name):
+    """torch refuses to answer where they disagree; then so would the script, flex attention and max-autotune."""
+    def read():
+        return [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32,
+                torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]
+
+    before = read()
+    undo = LEVER[name].apply(ampere, True, Ledger())
+    on = read()
+    assert on[0] == {"tf32": "high", "reduced_precision": "medium"}[name]
+    assert on[4] == {"tf32": "tf32", "reduced_precision": "bf16"}[name]
+    assert on[3] == "tf32"
+    undo()
+    assert read() == before
+
+
+def test_a_precision_that_the_script_sets_later_holds(ampere):
+    undo = LEVER["tf32"].apply(ampere, True, Ledger())
+    torch.set_float32_matmul_precision("medium")
+    assert torch.get_float32_matmul_precision() == "medium"
+    undo()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_an_older_gpu_has_no_tf32(ampere, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (7, 5))
+    assert "no TF32" in LEVER["tf32"].applies(FACTS, ampere).reason
+
+
+def test_own_determinism_is_kept(ampere):
+    for name in ("tf32", "cudnn_benchmark"):
+        assert isinstance(LEVER[name].applies(FACTS, ampere), Options)
+    torch.use_deterministic_algorithms(True)
+    for name in ("tf32", "cudnn_benchmark"):
+        assert "asked for deterministic algorithms" in LEVER[name].applies(FACTS, ampere).reason
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = True
+    assert "keeps them" in LEVER["cudnn_benchmark"].applies(FACTS, ampere).reason
+
+
+def test_own_cudnn_benchmark(ampere):
+    torch.backends.cudnn.benchmark = True
+    assert LEVER["cudnn_benchmark"].applies(FACTS, ampere).reason == "the script has switched it on itself"
 
 
 # -- loaders --------------------------------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
         raise
     session.status, session.message = "done", verdict(session)
     _finish(folder, session)
-    write_plan(folder, session, cmd, beside)
+    if write_plan(folder, session, cmd, beside) is None and beside:
+        sys.stderr.write(f"flatout: flatout.toml cannot be written beside the script; the plan is in {folder.plan}\n")
     return session, folder
 
 

@@ -1,6 +1,6 @@
 """Let oneDNN compute float32 convolutions and matrix products with bfloat16 multiplications on the CPU.
 
-What it does: torch.backends.mkldnn's fp32_precision = "bf16" for matmul, convolution and RNN.
+What it does: torch.set_float32_matmul_precision("medium"), and fp32_precision = "bf16" for oneDNN's convolutions and RNNs.
 Why it is faster: processors with AMX or AVX512-BF16 multiply bfloat16 at several times the rate of float32. Tensors stay float32.
 When it does not help: processors without these instructions; small operations.
 What it can change: rounding of products, to about two decimal digits.
@@ -27,14 +27,20 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
         return Skip("this processor has no bfloat16 instructions (AMX or AVX512-BF16)")
     if not torch.backends.mkldnn.is_available():
         return Skip("this PyTorch was built without oneDNN")
-    if torch.backends.mkldnn.matmul.fp32_precision != "none" and torch.backends.mkldnn.matmul.fp32_precision != "ieee":
+    if torch.backends.mkldnn.matmul.fp32_precision != "none":  # the default; "ieee" was written by somebody
         return Skip("the script has chosen oneDNN's precision itself")
     return Options((True,))
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    mkldnn = scene.torch.backends.mkldnn
-    for owner in (mkldnn.matmul, mkldnn.conv, mkldnn.rnn):
+    torch, mkldnn = scene.torch, scene.torch.backends.mkldnn
+    # Matrix products through the older family of flags, which keeps both in step: otherwise reading it raises from then on.
+    for owner in (torch.backends.cuda.matmul, mkldnn.matmul):
+        ledger.set_flag(owner, "fp32_precision", owner.fp32_precision)  # undone last: setting "highest" leaves "ieee" behind
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    ledger.call("torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before))
+    for owner in (mkldnn.conv, mkldnn.rnn):
         ledger.set_flag(owner, "fp32_precision", "bf16")
     return ledger.restore
 
@@ -59,7 +65,7 @@ def _three_bits(torch: Any, x: Any) -> Any:
 
 
 def code(value: Value) -> str:
-    return 'torch.backends.mkldnn.matmul.fp32_precision = "bf16"; torch.backends.mkldnn.conv.fp32_precision = "bf16"'
+    return 'torch.set_float32_matmul_precision("medium"); torch.backends.mkldnn.conv.fp32_precision = "bf16"'
 
 
 LEVER = Lever("reduced_precision", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, page=__doc__)

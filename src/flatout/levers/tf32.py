@@ -1,6 +1,6 @@
 """Let float32 matrix products and convolutions use the TF32 mode of the Tensor Cores.
 
-What it does: torch.set_float32_matmul_precision("high") and the same for cuDNN, in the family of flags that the script uses.
+What it does: torch.set_float32_matmul_precision("high"). Convolutions and RNNs of cuDNN use TF32 by default already.
 Why it is faster: TF32 multiplies with 10 bits of mantissa at several times the rate of float32 and adds in float32.
 When it does not help: on CPUs, on GPUs before Ampere, and where the model runs in half precision already.
 What it can change: rounding of products, to about three decimal digits.
@@ -25,23 +25,32 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
         return Skip("this GPU has no TF32 (it came with compute capability 8.0)")
     if torch.are_deterministic_algorithms_enabled():
         return Skip("the script asked for deterministic algorithms; its precision is left as it is")
-    if _already(torch):
+    return _choice_of_the_script(torch) or Options((True,))
+
+
+def _choice_of_the_script(torch: Any) -> Skip | None:
+    """Either family of flags tells. By default the newer one says "none"; "ieee" was written by somebody."""
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch refuses where the families disagree
+        return Skip("the script sets the TF32 flags of both families itself")
+    newer = torch.backends.cuda.matmul.fp32_precision
+    if newer == "tf32" or precision != "highest":
         return Skip("the script has switched TF32 on itself")
-    return Options((True,))
-
-
-def _already(torch: Any) -> bool:
-    if torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return True
-    return bool(torch.get_float32_matmul_precision() != "highest")
+    if newer == "ieee":
+        return Skip("the script asks for full float32 precision itself")
+    return None
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     torch = scene.torch
-    # The newer family of flags is set for each operation: the legacy getters raise once the families disagree, and the
-    # top-level flag does not reach convolutions and RNNs (pytorch issue 179445).
-    for owner in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
-        ledger.set_flag(owner, "fp32_precision", "tf32")
+    # Through the older family of flags, which keeps both in step. With the newer one alone, reading allow_tf32 or
+    # get_float32_matmul_precision raises from then on (torch 2.14): in the script, in flex attention, in max-autotune.
+    for owner in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        ledger.set_flag(owner, "fp32_precision", owner.fp32_precision)  # undone last: setting "highest" leaves "ieee" behind
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    ledger.call("torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before))
     return ledger.restore
 
 
@@ -69,7 +78,7 @@ def _eight_bits(scene: Any, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return 'torch.set_float32_matmul_precision("high"); torch.backends.cudnn.allow_tf32 = True'
+    return 'torch.set_float32_matmul_precision("high")'
 
 
 LEVER = Lever("tf32", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, page=__doc__)

@@ -143,31 +143,47 @@ class Arena:
             racing = [at for at in rounds if at not in verdicts or (isinstance(verdicts[at], Ratio) and not _lost(verdicts[at], len(rounds[at])))]  # type: ignore[arg-type]
             if not racing:
                 return verdicts
-            before = self.block(plain)
-            for at in racing if turn % 2 == 0 else reversed(racing):
-                try:
-                    rounds[at].append(Round(before, self.block(others[at].trial)))
-                except ProgramGone as gone:
-                    verdicts[at] = gone.record.reason
-                    del rounds[at]
-            after = self.block(plain)
-            for at in rounds:
-                if at in racing:
-                    rounds[at][-1] = Round((before + after) / 2, rounds[at][-1].b_ms)
+            try:
+                before = self.block(plain)
+                times = self._one_turn(others, racing if turn % 2 == 0 else racing[::-1], rounds, verdicts)
+                after = self.block(plain)
+            except ProgramGone as gone:  # the plain program has come to its end: what was measured stays
+                return {at: verdicts.get(at, gone.record.reason) for at in range(len(others))}
+            for at in times:
+                if at in rounds:
+                    rounds[at].append(Round((before + after) / 2, times[at]))
                     verdicts[at] = ratio = compare([rounds[at]])
                     heard(others[at], ratio)
             turn += 1
             if seconds() >= until_s:
                 return verdicts
 
+    def _one_turn(self, others: Sequence[Entrant], racing: Sequence[int], rounds: dict[int, list[Round]], verdicts: dict[int, Ratio | str]) -> dict[int, float]:
+        """A block of each; one that ends leaves the race, with what was measured of it if that is anything."""
+        times = {}
+        for at in racing:
+            try:
+                times[at] = self.block(others[at].trial)
+            except ProgramGone as gone:
+                if not (gone.record.status == "ended" and rounds[at]):
+                    verdicts[at] = gone.record.reason
+                del rounds[at]
+        return times
+
     def pair(self, plain: Trial, tuned: Trial, rounds: int, until_s: float) -> list[Round]:
-        """One confirming pair: A B B A A B B A ... for so many rounds, ended early by the clock (never before one round)."""
+        """One confirming pair: A B B A A B B A ... for so many rounds, ended early (never before one round) by the clock, or
+        by the end of a program."""
         found: list[Round] = []
         for at in range(rounds):
-            if at % 2 == 0:
-                a, b = self.block(plain), self.block(tuned)
-            else:
-                b, a = self.block(tuned), self.block(plain)
+            try:
+                if at % 2 == 0:
+                    a, b = self.block(plain), self.block(tuned)
+                else:
+                    b, a = self.block(tuned), self.block(plain)
+            except ProgramGone as gone:
+                if gone.record.status == "ended" and found:
+                    break
+                raise
             found.append(Round(a, b))
             if seconds() >= until_s:
                 break

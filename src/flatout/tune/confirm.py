@@ -12,7 +12,7 @@ from flatout.measure.statistics import Round, compare, median
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import GuardRecord, Ratio, Side, TrialRecord
 from flatout.plan.words import Effect, Origin, Status
-from flatout.trial.parent import ProgramGone, Trial
+from flatout.trial.parent import ProgramGone
 from flatout.tune.arena import Entrant, LeverFailed, ask_replica
 from flatout.tune.candidates import Candidate, plan_of, widest
 from flatout.tune.races import COMPILE_S
@@ -23,11 +23,17 @@ FLOOR_CAP = 0.02  # an unlucky A/A must not hide a gain that three pairs agree o
 START_NOISE = 0.25  # two starts of one program differ by this without any reason
 
 
-def replica(tuning: Tuning, plain: Trial, tuned: list[Candidate]) -> dict[str, Any] | None:
+def replica(tuning: Tuning, tuned: list[Candidate]) -> dict[str, Any] | None:
     """One step of the observed program done again under the live levers, beside float64. Levers that fail are rejected."""
     checked = [c for c in tuned if c.effect is not Effect.EXACT and c.lever.live]
-    if not checked or tuning.arena.unit != "step" or plain not in tuning.arena.running:
+    plain = tuning.observed
+    if not checked or tuning.arena.unit != "step":
         return None
+    if plain is None or plain not in tuning.arena.running:
+        try:
+            plain = tuning.observed = tuning.enter(Plan()).trial
+        except (ProgramGone, LeverFailed) as error:
+            return {"failure": why_gone(error)}
     tuning.watcher.stage("guard", "one step done again plainly, under the levers, and in float64")
     patience_s = 60 + 40 * tuning.arena.tick_ms / 1000 + (COMPILE_S if any(c.lever.warms_up for c in checked) else 0)
 
@@ -54,9 +60,10 @@ def replica(tuning: Tuning, plain: Trial, tuned: list[Candidate]) -> dict[str, A
         return {"failure": f"the program did not survive the replica of a step ({why_gone(gone)})"}
 
 
-def keep_first_record(tuning: Tuning, plain: Trial) -> None:
+def keep_first_record(tuning: Tuning) -> None:
     """The observed program had seed 0 and was plain until the races: its first losses tell whether the script repeats itself."""
-    if plain in tuning.arena.running:
+    plain = tuning.observed
+    if plain is not None and plain in tuning.arena.running:
         record = plain.finish()
         record.losses = record.losses[:record.warmup_steps]
         tuning.first_plain = record

@@ -23,8 +23,11 @@ VALUES_A_LEVER = 4
 OLD_TICKS = 50
 
 
-def live_race(tuning: Tuning, plain: Trial) -> None:
-    """One live lever after another, switched on and off in the observed program; cheap ones first."""
+def live_race(tuning: Tuning) -> None:
+    """One live lever after another, switched on and off in the observed program; cheap ones first.
+
+    A program that comes to its own end meanwhile is started again: that is nobody's fault.
+    """
     arena = tuning.arena
     if arena.unit != "step":
         return  # inside a closure nothing may be switched
@@ -37,13 +40,30 @@ def live_race(tuning: Tuning, plain: Trial) -> None:
             continue
         values = candidate.values[:2]
         for value in values:
-            _live_contest(tuning, plain, candidate, value, seconds() + min(LONGEST_LIVE_S, left_s / (len(todo) - at) / len(values)))
-            if plain not in arena.running:
+            share_s = min(LONGEST_LIVE_S, left_s / (len(todo) - at) / len(values))
+            if not (_live_contest(tuning, candidate, value, seconds() + share_s) and _observed_again(tuning)):
                 return
         tuning.save()
 
 
-def _live_contest(tuning: Tuning, plain: Trial, candidate: Candidate, value: Value, until_s: float) -> None:
+def _observed_again(tuning: Tuning) -> bool:
+    """Make sure that a plain program is there to switch levers in; False where none can be had in time."""
+    if tuning.observed is not None and tuning.observed in tuning.arena.running:
+        return True
+    if tuning.explore_until_s - seconds() < tuning.start_cost_s:
+        return False
+    try:
+        tuning.observed = tuning.enter(Plan()).trial
+        return True
+    except (ProgramGone, LeverFailed):
+        return False
+
+
+def _live_contest(tuning: Tuning, candidate: Candidate, value: Value, until_s: float, again: bool = False) -> bool:
+    """False where the program has ended and cannot be had again."""
+    plain = tuning.observed
+    if plain is None:
+        return False
     choice, arena, start_s = Choice(candidate.lever.name, value, Origin.TUNER), tuning.arena, seconds()
     name = spell(choice.name, choice.value)
     tuning.watcher.stage("live race", f"{name}, switched on and off in the running program")
@@ -57,20 +77,23 @@ def _live_contest(tuning: Tuning, plain: Trial, candidate: Candidate, value: Val
         arena.switch(plain, ())
     except (LeverFailed, ProgramGone) as error:
         survives = isinstance(error, LeverFailed)
+        if isinstance(error, ProgramGone) and error.record.status == "ended":
+            arena.dismiss(plain)
+            candidate.reason = "the program is too short to measure it"
+            return _observed_again(tuning) and (again or _live_contest(tuning, candidate, value, max(until_s, seconds() + 2.0), again=True))
         candidate.reject(why_gone(error) if survives else f"the program does not survive it: {why_gone(error)}")
         tuning.note(name, "live", None, candidate.reason, start_s)
         if not survives:
             arena.dismiss(plain)
-        return
+        return True
     tuning.note(name, "live", ratio, "", start_s)
     candidate.measured(value, ratio, "live")
+    return True
 
 
-def process_race(tuning: Tuning, plain: Entrant) -> None:
+def process_race(tuning: Tuning) -> None:
     """Levers that act before the program starts, or while its loaders are made; and A/A, the plain program again."""
     arena = tuning.arena
-    if plain.trial not in arena.running:
-        return
     closed = arena.unit != "step"  # where nothing can be switched live, early levers race here
     levers = [c for c in tuning.candidates.values() if c.open and (not c.lever.live or (closed and c.lever.moment is Moment.IMPORT))]
     levers = recall(levers, tuning.session.contests)
@@ -87,17 +110,22 @@ def process_race(tuning: Tuning, plain: Entrant) -> None:
         if entrant is not None:
             entrants.append((candidate, value, entrant))
     if entrants:
-        _take_turns(tuning, _reference(tuning, plain), entrants)
+        reference = _reference(tuning)
+        if reference is not None:
+            _take_turns(tuning, reference, entrants)
+        for _, _, entrant in entrants:
+            arena.dismiss(entrant.trial)
 
 
-def _reference(tuning: Tuning, plain: Entrant) -> Entrant:
+def _reference(tuning: Tuning) -> Trial | None:
     """The plain program that the others race against: as young as they are. Episodes lengthen and caches fill as training goes on."""
-    if plain.trial.ticks_run <= OLD_TICKS or tuning.explore_until_s - seconds() < 2 * tuning.start_cost_s:
-        return plain
+    old = tuning.observed if tuning.observed in tuning.arena.running else None
+    if old is not None and (old.ticks_run <= OLD_TICKS or tuning.explore_until_s - seconds() < 2 * tuning.start_cost_s):
+        return old
     try:
-        return tuning.enter(Plan())
+        return tuning.enter(Plan()).trial
     except (ProgramGone, LeverFailed):
-        return plain
+        return old
 
 
 def _start(tuning: Tuning, candidate: Candidate | None, value: Value) -> Entrant | None:
@@ -114,16 +142,15 @@ def _start(tuning: Tuning, candidate: Candidate | None, value: Value) -> Entrant
         return None
 
 
-def _take_turns(tuning: Tuning, plain: Entrant, entrants: list[tuple[Candidate | None, Value, Entrant]]) -> None:
+def _take_turns(tuning: Tuning, plain: Trial, entrants: list[tuple[Candidate | None, Value, Entrant]]) -> None:
     arena, start_s = tuning.arena, seconds()
     tuning.watcher.stage("race", f"{len(entrants)} programs take turns with the plain one")
     names = {id(e): "A/A" if c is None else e.plan.describe() for c, _, e in entrants}
     left_s = tuning.explore_until_s - seconds()
     kept_s = tuning.start_cost_s + 20 * arena.block_s  # for taking winners away again
     until_s = seconds() + min(max(RACE_ROUNDS * arena.block_s * (len(entrants) + 2), 15.0), max(left_s - kept_s, 0.6 * left_s))
-    verdicts = arena.processes(plain.trial, [e for _, _, e in entrants], until_s, heard=lambda e, r: tuning.watcher.contest(names[id(e)], r))
+    verdicts = arena.processes(plain, [e for _, _, e in entrants], until_s, heard=lambda e, r: tuning.watcher.contest(names[id(e)], r))
     for at, (candidate, value, entrant) in enumerate(entrants):
-        arena.dismiss(entrant.trial)
         verdict, name = verdicts[at], names[id(entrant)]
         if isinstance(verdict, str):
             if candidate is not None and candidate.ratio is None:
@@ -136,15 +163,15 @@ def _take_turns(tuning: Tuning, plain: Entrant, entrants: list[tuple[Candidate |
         else:
             tuning.session.noise_floor = verdict
             tuning.floor = max(0.01, abs(math.log(verdict.median)))
-    if plain.trial is not tuning.observed:
-        arena.dismiss(plain.trial)
+    if plain is not tuning.observed:
+        arena.dismiss(plain)
     tuning.save()
 
 
 def combine(tuning: Tuning) -> list[Candidate]:
     """The winners together, and each live one taken away again: what is not missed stays off."""
     winners = [c for c in tuning.candidates.values() if c.won]
-    if not winners and tuning.explore_until_s <= seconds():
+    if not winners and not tuning.session.contests:  # nothing could be raced in the time
         winners = _untried(tuning)
     if len(winners) < 2 or seconds() + tuning.start_cost_s + 6 * tuning.arena.block_s * len(winners) > tuning.explore_until_s:
         return winners

@@ -18,7 +18,7 @@ from flatout.plan.errors import FlatoutError, NothingMeasured, ProgramFailed
 from flatout.plan.plan import Plan
 from flatout.plan.records import SessionRecord, Side, TrialRecord
 from flatout.trial.parent import ProgramGone
-from flatout.tune.arena import Entrant, ask_options
+from flatout.tune.arena import ask_options
 from flatout.tune.candidates import consider
 from flatout.tune.confirm import keep_first_record, replica, settle
 from flatout.tune.races import combine, live_race, process_race
@@ -31,12 +31,12 @@ PREFETCHED_BATCHES = 3  # a loader worker has two batches ready and one in hand
 def search(tuning: Tuning) -> SessionRecord:
     """Raises ProgramFailed where the plain program fails by itself, NothingMeasured where it does not train."""
     try:
-        plain = _observe(tuning)
-        live_race(tuning, plain.trial)
-        process_race(tuning, plain)
+        _observe(tuning)
+        live_race(tuning)
+        process_race(tuning)
         tuned = combine(tuning)
-        answer = replica(tuning, plain.trial, tuned)
-        keep_first_record(tuning, plain.trial)
+        answer = replica(tuning, tuned)
+        keep_first_record(tuning)
         settle(tuning, [c for c in tuned if c.won], answer)
     finally:
         tuning.arena.close()
@@ -44,10 +44,10 @@ def search(tuning: Tuning) -> SessionRecord:
     return tuning.session
 
 
-def _observe(tuning: Tuning) -> Entrant:
+def _observe(tuning: Tuning) -> None:
     tuning.watcher.stage("observing", "the plain program, until its steps are steady")
     try:
-        plain = tuning.arena.enter(Plan(), 0, patience_s=max(60.0, 0.8 * tuning.goal.budget_s))
+        plain = tuning.arena.enter(Plan(), 0, patience_s=max(min(60.0, 3 * tuning.goal.budget_s), 0.8 * tuning.goal.budget_s))
         answer = ask_options(plain.trial)
     except ProgramGone as gone:
         raise _why_not(tuning, gone.record) from None
@@ -59,7 +59,6 @@ def _observe(tuning: Tuning) -> Entrant:
     tuning.candidates = consider(answer["options"], tuning.goal.effects, tuning.goal.only)
     tuning.session.baseline = Side(step_ms=ready["tick_ms"], unit=ready["unit"], warmup_ms=ready["warmup_ms"])
     tuning.save()
-    return plain
 
 
 def _why_not(tuning: Tuning, record: TrialRecord) -> FlatoutError:

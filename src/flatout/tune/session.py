@@ -10,6 +10,7 @@ from pathlib import Path
 from flatout import __version__
 from flatout.launch.command import Command
 from flatout.measure.clock import today
+from flatout.plan.errors import StorageError
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder, read_json, write_json, write_whole
 from flatout.plan.plan import Plan
@@ -88,9 +89,10 @@ def write_plan(job: JobFolder, session: SessionRecord, command: Command, beside:
     if not beside:
         return None
     target = (command.script.parent if command.script else Path.cwd()) / "flatout.toml"
-    if not os.access(target.parent, os.W_OK):
+    try:
+        write_whole(target, text)
+    except StorageError:  # a folder of somebody else's; the plan is in the job
         return None
-    write_whole(target, text)
     return target
 
 
