@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MARK = "FLATOUT_TEST_RUN"
+NOT_RUN = pytest.StashKey[int]()
 GRACE_S = 8.0  # how long a program that was told to go may take
 
 # Speed is not what is tested: a slow machine must not fail a law.
@@ -178,3 +179,25 @@ def script(flatout: Flatout) -> Callable[..., Path]:
         return path
 
     return write
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are left out by name where there is none; the summary says so."""
+    wanted = [item for item in items if item.get_closest_marker("gpu")]
+    if wanted and not _has_gpu():
+        config.stash[NOT_RUN] = len(wanted)
+        for item in wanted:
+            item.add_marker(pytest.mark.skip(reason="not run: there is no CUDA device here"))
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    if config.stash.get(NOT_RUN, 0):
+        terminalreporter.write_line(f"{config.stash[NOT_RUN]} tests for a GPU: not run, there is no CUDA device here")
+
+
+def _has_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()

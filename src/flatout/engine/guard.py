@@ -1,9 +1,10 @@
 """The guard's verdict: do these records show the same training? Pure functions over records; nothing is run here.
 
     EXACT      losses and weights are those of the plain run with the same seed, bit for bit
-    ROUNDING   the step replica holds (flatout.engine.replica), and the loss curves stay within the spread of the script's
-               own runs with other seeds
-    RESAMPLED  the batches come from the same distribution, and the loss curves stay within that spread
+    ROUNDING   the step replica holds (flatout.engine.replica), the first losses are those of the plain run up to rounding,
+               and the loss curves stay within the spread of the script's own runs with other seeds
+    RESAMPLED  the batches come from the same distribution (flatout.engine.distribution), and the loss curves stay within
+               that spread
 
 A script that is not repeatable by itself is judged by the loss curves alone, and the verdict says so.
 """
@@ -15,15 +16,18 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from flatout.measure.statistics import two_sample_ks
+from flatout.engine.distribution import same_distribution
 from flatout.plan.records import GuardCheck, GuardRecord, TrialRecord
 from flatout.plan.words import Effect
 
 WINDOWS = 8
 CURVE_LIMIT = 2.0  # two independent runs of one script are 1.41 apart on this scale
 SHIFT_LIMIT = 1.0
-DISTRIBUTION_P = 1e-4  # for each of the four statistics of a sample
 FEWEST_LOSSES = 2
+START_STEPS = 8  # after these a sound lever's rounding may have been amplified, and the spread of seeds is the scale
+START_LIMIT = 0.04
+ROUNDING_GROWTH = 30.0  # in a smooth network the first losses moved by up to 3 times the error of the gradient
+LOSS_RESOLUTION = 2.0**-20  # float32 sums a loss to about 2^-22
 
 
 def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: dict[str, Any] | None = None,
@@ -50,7 +54,9 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
         if effect.rank < Effect.RESAMPLED.rank and repeatable:
             checks += _same_batches(plain, tuned)
         if effect is Effect.RESAMPLED:
-            checks += _same_distribution(plain, tuned)
+            checks += same_distribution(list(zip(plain, tuned, strict=True)))
+        elif repeatable:
+            checks += _start(plain, tuned, replica or {})
         if replica is not None and "checks" in replica:
             checks += [GuardCheck(c["name"], c["passed"], c["why"], c["value"], c["limit"]) for c in replica["checks"]]
         checks.append(_curves_within_spread(curves))
@@ -121,43 +127,50 @@ def _same_batches(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) ->
     return [GuardCheck("batches", True, "every batch is bitwise the same")]
 
 
-def _same_distribution(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> list[GuardCheck]:
-    a = [row for p in plain for row in p.batch_statistics]
-    b = [row for t in tuned for row in t.batch_statistics]
-    if not a or not b:
+def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: dict[str, Any]) -> list[GuardCheck]:
+    """The losses of the first steps, pair by pair, beside the spread of the seeds at the same steps.
+
+    In a smooth network they cannot differ by more than the gradient error that the replica has seen; where there are kinks
+    (ReLU, max-pooling), or no replica, by a small share of the spread.
+    """
+    counts = [sum(step <= START_STEPS for step in p.loss_steps) for p in plain]
+    curves = [(p[:n], t[:n]) for n, (p, t) in zip(counts, (_aligned(p, t) for p, t in zip(plain, tuned, strict=True)), strict=True)]
+    length = min(len(p) for p, _ in curves)
+    everything = [x for p, t in curves for x in (*p[:length], *t[:length])]
+    unit = max(map(abs, everything), default=0.0)
+    if not 0 < unit < math.inf:
         return []
-    names = ("mean", "deviation", "left against right", "top against bottom")
-    worst = min(((two_sample_ks([r[i] for r in a], [r[i] for r in b]), name) for i, name in enumerate(names)), key=lambda pair: pair[0])
-    why = f"over {len(a)} and {len(b)} samples the {worst[1]} of a sample fits the plain program's with p = {worst[0]:.2g}"
-    return [GuardCheck("distribution", worst[0] >= DISTRIBUTION_P, why, worst[0], DISTRIBUTION_P)]
+    one, other = ([[x / unit for x in side[:length]] for side in sides] for sides in zip(*curves, strict=True))
+    distance = _rms([y - x for p, t in zip(one, other, strict=True) for x, y in zip(p, t, strict=True)])
+    if distance == 0:
+        return [GuardCheck("start", True, "the first losses coincide", 0.0, START_LIMIT)]
+    spread, scale = _scale(one)
+    if spread == 0:
+        return [GuardCheck("start", False, "the first losses differ, and the plain program's never move")]
+    limit, error = START_LIMIT, next((c["value"] for c in replica.get("checks", ()) if c["name"] == "gradient"), None)
+    if replica.get("smooth") and error is not None:
+        limit = min(limit, ROUNDING_GROWTH * error + LOSS_RESOLUTION * _rms([x for p in one for x in p]) / spread)
+    value = distance / spread
+    return [GuardCheck("start", value <= limit, f"the losses of the first {START_STEPS} steps differ by {value:.2g} of {scale}", value, limit)]
 
 
 def _curves_within_spread(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
     """Windows of the loss curves: how far a tuned run is from its plain twin, beside how far the plain seeds are from each other."""
     length = min(len(p) for p, _ in curves)
-    count = min(WINDOWS, length)
-    edges = [round(i * length / count) for i in range(count + 1)]
-
-    def windows(curve: list[float]) -> list[float]:
-        return [sum(curve[a:b]) / (b - a) for a, b in pairwise(edges)]
-
-    plain, tuned = [windows(p) for p, _ in curves], [windows(t) for _, t in curves]
+    # Where the plain program itself leaves the finite numbers there is nothing to compare with.
+    length = min([length, *(at for p, _ in curves for at, x in enumerate(p) if not math.isfinite(x))])
+    plain, tuned = ([side[:length] for side in sides] for sides in zip(*curves, strict=True))
+    unit = max((abs(x) for curve in (*plain, *tuned) for x in curve), default=0.0)
+    if not length or unit == 0:
+        return GuardCheck("curve", True, "the loss curves coincide" if length else "the plain program's loss is not finite from the start", 0.0, CURVE_LIMIT)
+    if not unit < math.inf:
+        return GuardCheck("curve", False, "the loss curve leaves the finite numbers")
+    plain, tuned = ([_windows(curve, unit) for curve in side] for side in (plain, tuned))
     gaps = [y - x for p, t in zip(plain, tuned, strict=True) for x, y in zip(p, t, strict=True)]
-    if not all(map(math.isfinite, gaps)):
-        both = all(not math.isfinite(x) for p in plain for x in p[-1:])
-        return GuardCheck("curve", both, "both programs diverge" if both else "the loss curve leaves the finite numbers")
-    distance = math.sqrt(sum(g * g for g in gaps) / len(gaps))
-    shift = abs(sum(gaps) / len(gaps))
+    distance, shift = _rms(gaps), abs(sum(gaps) / len(gaps))
     if distance == 0:
         return GuardCheck("curve", True, "the loss curves coincide", 0.0, CURVE_LIMIT)
-    spread = _spread(plain)
-    if spread == 0:
-        # One seed, or a program that ignores ours: its own step-to-step movement is the only scale there is.
-        moves = [abs(b - a) for p, _ in curves for a, b in pairwise(p)]
-        spread = sum(moves) / len(moves) / 2 if moves else 0.0
-        scale = "half of what the loss moves from step to step (no spread of seeds was seen)"
-    else:
-        scale = "the spread of the program's own seeds"
+    spread, scale = _scale(plain)
     if spread == 0:
         return GuardCheck("curve", False, "the loss curves differ, and the plain program's never moves")
     value, moved = distance / spread, shift / spread
@@ -165,12 +178,26 @@ def _curves_within_spread(curves: Sequence[tuple[list[float], list[float]]]) -> 
     return GuardCheck("curve", value <= CURVE_LIMIT and moved <= SHIFT_LIMIT, why, max(value, moved * CURVE_LIMIT / SHIFT_LIMIT), CURVE_LIMIT)
 
 
-def _spread(plain: list[list[float]]) -> float:
-    """Root mean square over windows of the standard deviation over seeds."""
-    if len(plain) < 2:
-        return 0.0
+def _windows(curve: list[float], unit: float) -> list[float]:
+    """Means over at most WINDOWS windows, in units that keep the sums finite."""
+    count = min(WINDOWS, len(curve))
+    edges = [round(i * len(curve) / count) for i in range(count + 1)]
+    return [sum(x / unit for x in curve[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def _scale(plain: list[list[float]]) -> tuple[float, str]:
+    """Root mean square over positions of the standard deviation over seeds, and what to call it."""
     variances = []
-    for values in zip(*plain, strict=True):
+    for values in zip(*plain, strict=True) if len(plain) > 1 else ():
         mean = sum(values) / len(values)
         variances.append(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
-    return math.sqrt(sum(variances) / len(variances))
+    spread = math.sqrt(sum(variances) / len(variances)) if variances else 0.0
+    if spread:
+        return spread, "the spread of the program's own seeds"
+    # One seed, or a program that ignores ours: its own movement is the only scale there is.
+    moves = [abs(b - a) for curve in plain for a, b in pairwise(curve)]
+    return (sum(moves) / len(moves) / 2 if moves else 0.0), "half of what the loss moves by itself (no spread of seeds was seen)"
+
+
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(sum(v * v for v in values) / len(values)) if values else 0.0

@@ -34,11 +34,13 @@ class Replay:
         self.scene, self.torch, self.applier, self.frozen, self.stepped = scene, scene.torch, applier, frozen, stepped
         self._same_gradients: list[list[Any]] = []
 
-    def play(self, steps: Sequence[list[dict[str, Any]]], choices: Sequence[Choice] = (), double: bool = False) -> Played:
-        """The first play must be the plain one: its gradients are what every optimizer is given."""
+    def play(self, steps: Sequence[list[dict[str, Any]]], choices: Sequence[Choice] = (), double: bool = False, nudge: float = 0.0) -> Played:
+        """The first play must be the plain one: its gradients are what every optimizer is given. ``nudge`` moves every weight by up to this share."""
         roots, optimizers = copy.deepcopy(self.frozen)
         if double:
             _in_double(roots, optimizers, self.torch)
+        if nudge:
+            _nudge(roots, nudge, self.torch)
         undo, failure = self._apply(_Stage(self.scene, roots, optimizers), choices)
         played = Played(failure=failure)
         try:
@@ -47,7 +49,8 @@ class Replay:
                 for calls in steps:
                     self._one_step(roots, parameters, calls, double, played)
                 self._same_gradients = self._same_gradients or played.gradients
-                self._update(parameters, optimizers, played)
+                if not nudge:
+                    self._update(parameters, optimizers, played)
         finally:
             for take_off in reversed(undo):
                 take_off()
@@ -129,6 +132,13 @@ def _in_double(roots: list[Any], optimizers: list[Any], torch: Any) -> None:
             for key, held in state.items():
                 if isinstance(held, torch.Tensor) and held.is_floating_point() and held.shape == p.shape and held.dim():
                     state[key] = held.double()
+
+
+def _nudge(roots: list[Any], share: float, torch: Any) -> None:
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in (p for root in roots for p in root.parameters() if p.is_floating_point()):
+            p.mul_(1 + share * (2 * torch.rand(p.shape, generator=draw) - 1).to(p.device, p.dtype))
 
 
 def _needs_closure(optimizer: Any) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 
 from flatout.engine.applier import Applier
 from flatout.engine.replay import Played, Replay, clone, random_state, set_random_state
-from flatout.engine.rounding import check, compare
+from flatout.engine.rounding import NUDGE, check, compare
 from flatout.measure.parity import tensors_in
 from flatout.plan.plan import Choice
 
@@ -95,7 +95,7 @@ class StepReplica:
     # -- judging ----------------------------------------------------------------------------------------------------
 
     def judge(self) -> dict[str, Any]:
-        """``{"checks": [{name, value, limit, passed, why}], "noise": float}`` or ``{"failure": sentence}``."""
+        """The answer of `flatout.engine.rounding.compare`, or ``{"failure": sentence}``."""
         steps = [calls for _, calls in sorted(self._steps.items()) if any(call["grads"] for call in calls)]
         if not self.failure and len(steps) < 2:
             self.failure = "no module of this program was called as a whole and given a gradient, step after step"
@@ -124,4 +124,4 @@ class StepReplica:
             double = replay.play(steps[:1], double=True)
         except Exception:  # a dtype written into the forward pass: no float64 reference to be had
             double = Played()
-        return compare(plain, levers, double, self.torch)
+        return compare(plain, levers, double, replay.play(steps[:1], nudge=NUDGE), self.torch)

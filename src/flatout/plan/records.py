@@ -73,6 +73,7 @@ class TrialRecord(Record):
     loss_steps: list[int] = field(default_factory=list)
     batch_hashes: list[str] = field(default_factory=list)
     batch_statistics: list[list[float]] = field(default_factory=list)
+    draws: list[list[list[float]]] = field(default_factory=list)  # a few samples fetched again and again: by round, by sample
     weights_digests: dict[str, str] = field(default_factory=dict)
     peak_memory_bytes: int | None = None
     device: str = "cpu"

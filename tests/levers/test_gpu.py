@@ -1,0 +1,79 @@
+"""The levers on a CUDA device: the ones that only act there, and what they leave behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.capture.ledger import Ledger
+from flatout.levers import TABLE
+from flatout.plan.lever import Options, Skip
+from flatout.plan.words import Moment
+from flatout.probe.machine import look
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
+
+LEVER = {lever.name: lever for lever in TABLE}
+LIVE = [lever for lever in TABLE if lever.live and lever.moment is not Moment.PROCESS]
+
+
+def weights(live):
+    return [p.detach().clone() for p in live.model.parameters()]
+
+
+@pytest.mark.parametrize("lever", LIVE, ids=lambda lever: lever.name)
+def test_on_and_off_again(program, lever):
+    """Under every value that it offers here the program trains; off again, flags, hooks, layouts and groups are as before."""
+    live = program(device="cuda")
+    answer = lever.applies(look(), live.scene)
+    for value in answer.values if isinstance(answer, Options) else ():
+        before = [torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, sorted(vars(live.model)),
+                  [p.is_contiguous() for p in live.model.parameters()], [{k: v for k, v in g.items() if k != "params"} for g in live.optimizer.param_groups]]
+        undo = lever.apply(live.scene, value, Ledger())
+        losses = live.train(2)
+        undo()
+        assert all(torch.isfinite(torch.tensor(losses)))
+        assert live.scene.reports == []
+        assert before == [
+            torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, sorted(vars(live.model)),
+            [p.is_contiguous() for p in live.model.parameters()], [{k: v for k, v in g.items() if k != "params"} for g in live.optimizer.param_groups]]
+        live.train()
+
+
+@pytest.mark.parametrize("name", ["tf32", "autocast", "channels_last", "fused_optimizer", "compile"])
+def test_it_is_offered_here(program, name):
+    live = program(device="cuda")
+    if name == "tf32" and torch.cuda.get_device_capability()[0] < 8:
+        assert isinstance(LEVER[name].applies(look(), live.scene), Skip)
+    else:
+        assert isinstance(LEVER[name].applies(look(), live.scene), Options)
+
+
+def test_tf32_and_compile_together(program):
+    """Inductor reads the precision flags; both families must answer."""
+    live = program(device="cuda")
+    LEVER["tf32"].apply(live.scene, True, Ledger())
+    LEVER["compile"].apply(live.scene, "max-autotune-no-cudagraphs", Ledger())
+    assert all(torch.isfinite(torch.tensor(live.train(2))))
+    assert live.scene.reports == []
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_trains(program, dtype):
+    plain, live = program(device="cuda"), program(device="cuda")
+    LEVER["autocast"].apply(live.scene, dtype, Ledger())
+    mine, theirs = live.train(6), plain.train(6)
+    assert sum(mine) / len(mine) == pytest.approx(sum(theirs) / len(theirs), rel=0.1)
+    assert all(p.dtype == torch.float32 for p in weights(live))
+
+
+def test_copies_from_pinned_memory_arrive(program):
+    """Copies that do not block the host are still ordered before what uses them."""
+    live = program(epochs=0, device="cuda", early=[(LEVER["loader"], {"workers": 1, "pin": True})])
+    assert live.loader.pin_memory
+    for x, y in live.loader:
+        assert x.is_pinned()
+        assert torch.equal(x.to("cuda").cpu(), x)
+        assert torch.equal(y.cuda().cpu(), y)
+    live.train(2)

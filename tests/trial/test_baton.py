@@ -1,0 +1,169 @@
+"""The parent's side of a trial: the baton goes to the program and back, levers are switched in between, and time is where it was spent."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import pytest
+
+from flatout.launch.command import understand
+from flatout.measure.clock import seconds
+from flatout.measure.statistics import median
+from flatout.plan.facts import Facts
+from flatout.plan.folder import TrialFolder
+from flatout.plan.plan import Choice, Plan
+from flatout.trial.parent import ProgramGone, Trial
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(120)
+
+SLEEP_MS = 40.0
+
+LEVERS = f'''
+import time
+from flatout.plan.lever import Lever, Options
+from flatout.plan.words import Effect, Moment
+
+def wait(scene, value, ledger):
+    def wrapper(forward):
+        def slow(*args, **kwargs):
+            time.sleep({SLEEP_MS / 1000} * value)
+            return forward(*args, **kwargs)
+        return slow
+    for root in scene.roots:
+        scene.wrap_forward(root, wrapper, ledger)
+    return ledger.restore
+
+def fail(scene, value, ledger):
+    ledger.set(scene.torch, "manual_seed", None)
+    raise RuntimeError("it does not work here")
+
+def table(name, apply):
+    return Lever(name, Moment.MODEL, Effect.EXACT, lambda facts, scene: Options((1, 2)), lambda value: "pass", apply=apply, live=True)
+
+TABLE = (table("slow", wait), table("broken", fail))
+'''
+PROGRAM = '''
+import os, sys
+import torch
+model = torch.nn.Linear(4, 1)
+steps = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+while True:
+    model.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    os.write(steps, b".")
+'''
+
+
+@pytest.fixture
+def begin(tmp_path, monkeypatch):
+    """``trial, steps = begin()``: a program under a table of test levers, and a function that counts the steps it has taken."""
+    (tmp_path / "levers_of_test.py").write_text(LEVERS)
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "trial").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    counter = tmp_path / "steps"
+    begun = []
+
+    def start(plan=None, program=PROGRAM):
+        (tmp_path / "train.py").write_text(program)
+        command = understand([sys.executable, str(tmp_path / "train.py"), str(counter)])
+        begun.append(Trial(command, TrialFolder(tmp_path / "trial"), plan or Plan(), Facts(), table="levers_of_test:TABLE"))
+        return begun[-1].start(), lambda: counter.stat().st_size
+
+    yield start
+    for trial in begun:
+        trial.close()
+    sys.modules.pop("levers_of_test", None)
+
+
+def soon():
+    return seconds() + 60
+
+
+def test_the_baton(begin):
+    trial, steps = begin()
+    ready = trial.wait_ready(soon())
+    assert ready["unit"] == "step"
+    assert ready["device"] == "cpu"
+    assert ready["tick_ms"] > 0
+    trial.hold()
+    # While another program runs, this one takes no step.
+    before = steps()
+    time.sleep(0.3)
+    assert steps() == before
+    # It runs as many ticks as it is told, and reports each.
+    times = trial.go(7, soon())
+    assert len(times) == 7
+    assert 7 <= steps() - before <= 9
+    # A lever is in its ticks from the next step on, and gone again when it is switched off.
+    plain = median(trial.go(10, soon()))
+    assert trial.switch([Choice("slow", 1)], soon())["skipped"] == []
+    trial.go(1, soon())
+    slow = trial.go(5, soon())
+    assert min(slow) >= SLEEP_MS
+    trial.switch([Choice("slow", 2)], soon())
+    trial.go(1, soon())
+    assert min(trial.go(5, soon())) >= 2 * SLEEP_MS
+    trial.switch([], soon())
+    trial.go(1, soon())
+    assert median(trial.go(10, soon())) < SLEEP_MS
+    assert plain < SLEEP_MS
+    # One that cannot be applied is named, and takes nothing with it.
+    answer = trial.switch([Choice("broken", 1), Choice("slow", 1), Choice("unknown", True)], soon())
+    assert [outcome["name"] for outcome in answer["applied"]] == ["slow"]
+    assert {outcome["name"]: outcome["reason"] for outcome in answer["skipped"]} == {
+        "broken": "it failed at the start (RuntimeError: it does not work here)", "unknown": "it cannot be switched in a running program"}
+    options = trial.ask({"do": "options"}, soon())["options"]
+    assert options == {name: {"values": [1, 2], "effect": None} for name in ("slow", "broken")}
+    record = trial.finish()
+    assert record.status == "finished"
+    assert record.steps >= 7 + 10 + 5 + 5 + 10
+    assert json.loads(trial.folder.result.read_text())["status"] == "finished"
+    assert trial.finish() is record
+
+
+def test_a_plan_holds_from_the_first_step_on(begin):
+    trial, _ = begin(Plan((Choice("slow", 1), Choice("broken", 1))))
+    ready = trial.wait_ready(soon())
+    assert [outcome["name"] for outcome in ready["applied"]] == ["slow"]
+    assert [outcome["name"] for outcome in ready["skipped"]] == ["broken"]
+    assert min(trial.go(3, soon())) >= SLEEP_MS
+    assert [entry["name"] for entry in trial.finish().applied] == ["slow"]
+
+
+def test_a_program_that_ends_in_its_turn(begin):
+    trial, _ = begin(program=PROGRAM.replace("while True:", "for _ in range(60):"))
+    trial.wait_ready(soon())
+    with pytest.raises(ProgramGone) as caught:
+        trial.go(1000, soon())
+    record = caught.value.record
+    assert record.status == "ended"
+    assert len(record.losses) == 60
+    assert record.exit_code == 0
+
+
+def test_a_program_that_is_killed_in_its_turn(begin):
+    trial, _ = begin(program=PROGRAM.replace('os.write(steps, b".")', 'os.write(steps, b".")\n    if os.fstat(steps).st_size == 60: os.kill(os.getpid(), 9)'))
+    trial.wait_ready(soon())
+    with pytest.raises(ProgramGone) as caught:
+        trial.go(1000, soon())
+    assert caught.value.record.status == "failed"
+    assert "killed by signal 9" in caught.value.record.reason
+
+
+def test_a_program_that_stops_answering_is_ended(begin):
+    stuck = PROGRAM.replace('os.write(steps, b".")', 'os.write(steps, b".")\n    if os.fstat(steps).st_size == 60: import time; time.sleep(1000)')
+    trial, _ = begin(program=stuck)
+    trial.wait_ready(soon())
+    with pytest.raises(ProgramGone) as caught:
+        trial.go(1000, seconds() + 2)
+    assert caught.value.record.status == "hung"
+    assert trial.ready
+    assert not os.path.exists(trial.folder.saved)

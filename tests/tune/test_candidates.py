@@ -1,0 +1,120 @@
+"""Which levers are tried, what is made of their ratios, and what an interrupted session need not measure again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.levers import TABLE
+from flatout.plan.plan import spell
+from flatout.plan.records import Contest, Ratio
+from flatout.plan.words import Effect, Status
+from flatout.tune.candidates import Candidate, consider, plan_of, recall, widest
+
+LEVER = {lever.name: lever for lever in TABLE}
+EVERY = frozenset(Effect) - {Effect.CHANGES_MATH}
+numbers = st.floats(0.2, 5.0)
+ratios = st.tuples(numbers, numbers, numbers, st.integers(1, 20)).map(lambda t: Ratio(sorted(t[:3])[1], sorted(t[:3])[0], sorted(t[:3])[2], t[3]))
+
+
+def candidate(name="threads", values=(1, 2), effect=Effect.ROUNDING):
+    return Candidate(LEVER[name], tuple(values), effect)
+
+
+def options(**changed):
+    answers = {lever.name: {"skip": "it does not apply here"} for lever in TABLE}
+    answers.update({name: {"values": [True], "effect": None} for name in ("tf32", "gc_pause", "loader")})
+    return {**answers, **changed}
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 3]), ratios), min_size=1, max_size=6))
+def test_the_best_value_counts(measured):
+    one = candidate(values=(1, 2, 3))
+    for value, ratio in measured:
+        one.measured(value, ratio, "live")
+    best = max(ratio.median for _, ratio in measured)
+    assert one.ratio.median == best
+    assert one.choice.value in [value for value, ratio in measured if ratio.median == best]
+    assert not one.open
+
+
+@given(ratios)
+def test_a_clear_loss_never_wins_and_a_clear_win_never_loses(ratio):
+    one = candidate()
+    one.measured(1, ratio, "live")
+    if ratio.high < 1.0:
+        assert not one.won
+    if ratio.low > 1.02:
+        assert one.won
+    assert one.won == (one.status is Status.SKIPPED)
+    assert one.reason
+
+
+@given(ratios)
+def test_every_candidate_has_a_record_with_a_reason(ratio):
+    fresh = consider(options(), EVERY, None)["tf32"]
+    measured = candidate()
+    measured.measured(1, ratio, "live")
+    for one in (fresh, measured):
+        record = one.record()
+        assert record.reason
+        assert record.status in ("rejected", "skipped")
+    assert (measured.record().low, measured.record().ratio, measured.record().high) == (ratio.low, ratio.median, ratio.high)
+
+
+def test_a_candidate_without_a_value_has_no_choice():
+    with pytest.raises(ValueError, match="no value of threads"):
+        assert candidate().choice
+
+
+def test_what_was_asked_for_narrows_the_field():
+    found = consider(options(), EVERY, frozenset({"tf32"}))
+    assert [name for name, one in found.items() if one.open] == ["tf32"]
+    assert found["gc_pause"].reason == "it was not among the levers asked for"
+    assert found["threads"].reason == "it does not apply here"
+    assert list(found) == [lever.name for lever in TABLE]
+
+
+def test_effects_narrow_the_field_by_what_they_are_here():
+    """Workers over data that draws nothing are exact, whatever the lever says of itself."""
+    resampled = consider(options(), frozenset({Effect.EXACT}), None)
+    assert [name for name, one in resampled.items() if one.open] == ["gc_pause"]
+    assert "its effect here is resampled" in resampled["loader"].reason
+    exact = consider(options(loader={"values": [{"workers": 2}], "effect": "exact"}), frozenset({Effect.EXACT}), None)
+    assert [name for name, one in exact.items() if one.open] == ["gc_pause", "loader"]
+    assert exact["loader"].effect is Effect.EXACT
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 4]), st.one_of(st.none(), ratios)), max_size=5, unique_by=lambda pair: pair[0]))
+def test_what_is_recalled_is_not_measured_again(known):
+    """Every value either has a contest or is still open; a contest without a ratio was a failure, and is not tried again."""
+    contests = [Contest(spell("threads", value), "plain", "live", r.median, r.low, r.high, r.n) if r else
+                Contest(spell("threads", value), "plain", "live", None, None, None, 0, "it failed") for value, r in known]
+    one = candidate(values=(1, 2, 3, 4))
+    left = recall([one], contests)
+    measured = {value for value, _ in known}
+    assert set(one.values) == {1, 2, 3, 4} - measured
+    assert set(map(id, left)) <= {id(one)}
+    if not known:
+        assert left == [one]
+    if known and all(r is not None for _, r in known):
+        assert one.ratio.median == max(r.median for _, r in known)
+
+
+def test_only_contests_of_that_lever_against_the_plain_program_are_recalled():
+    one = candidate(values=(1,))
+    contests = [Contest("threads=1, tf32", "plain", "live", 2.0, 1.9, 2.1, 6), Contest("threads=1", "another plan", "live", 2.0, 1.9, 2.1, 6),
+                Contest("threads=1", "plain", "fresh pairs", 2.0, 1.9, 2.1, 6), Contest("threads", "plain", "live", 2.0, 1.9, 2.1, 6)]
+    assert recall([one], contests) == [one]
+    assert one.ratio is None
+
+
+def test_a_plan_is_in_the_order_in_which_levers_act():
+    chosen = [candidate("fused_optimizer", ("fused",)), candidate("malloc", ("glibc",), Effect.EXACT), candidate("channels_last", (True,))]
+    for one in chosen:
+        one.measured(one.values[0], Ratio(1.5, 1.4, 1.6, 6), "live")
+    assert [choice.name for choice in plan_of(chosen)] == ["malloc", "channels_last", "fused_optimizer"]
+    assert plan_of(reversed(chosen)).digest == plan_of(chosen).digest
+    assert widest(chosen) is Effect.ROUNDING
+    assert widest(chosen[1:2]) is Effect.EXACT

@@ -1,0 +1,114 @@
+"""Sessions on disk: what they are keyed by, when one goes on, and the sentence at their end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from flatout.launch.command import understand
+from flatout.plan.facts import Facts, Gpu
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.records import GuardRecord, Ratio
+from flatout.tune.session import differences, job_folder, key_of, load_session, open_session, plan_of, save_session, verdict, write_plan
+
+FACTS = Facts(cpu="Z80", cores=1, python="3.12.1", versions={"torch": "2.14.1", "numpy": "2.0"})
+EFFECTS = ["exact", "rounding"]
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "train.py").write_text("pass\n")
+    return understand(["sub/train.py", "--lr", "0.1"])
+
+
+@pytest.fixture
+def job(command):
+    return job_folder(command).make()
+
+
+def begin(job, command, facts=FACTS, budget_s=60.0, effects=EFFECTS, again=False):
+    return open_session(job, command, facts, budget_s, effects, again)
+
+
+def test_the_key_names_what_a_plan_depends_on(command, tmp_path):
+    key = key_of(command, FACTS)
+    assert key["command"] == "sub/train.py --lr 0.1"
+    assert key["machine"] == "Z80, 1 cores"
+    assert key["versions"] == "torch 2.14.1"
+    assert differences(key, key) == []
+    other = key_of(command, dataclasses.replace(FACTS, gpus=(Gpu("H200", 1, (9, 0)),), versions={"torch": "2.13.0"}))
+    (tmp_path / "sub" / "train.py").write_text("pass  # changed\n")
+    changed = key_of(command, FACTS)
+    assert differences(key, other) == ["another machine ('Z80, 1 cores')", "other versions ('torch 2.14.1')"]
+    assert differences(key, changed) == ["the script has changed"]
+    assert "unknown" in differences({}, key)[0]
+
+
+def test_a_session_comes_back_from_the_disk(job, command):
+    session = begin(job, command)
+    save_session(job, session)
+    assert load_session(job) == session
+    assert json.loads(job.session.read_text())["versions"]["torch"] == "2.14.1"
+
+
+def test_an_interrupted_session_goes_on(job, command):
+    session = begin(job, command)
+    session.spent_s = 59.0
+    save_session(job, session)
+    again = begin(job, command, budget_s=30.0)
+    assert again.created == session.created
+    assert again.budget_s == 60.0
+    assert again.spent_s <= 30.0  # going on needs time, even where the old budget was used up
+    longer = begin(job, command, budget_s=300.0)
+    assert longer.budget_s == 300.0
+
+
+@pytest.mark.parametrize("change", ["done", "failed", "another machine", "other effects", "asked for", "a changed script"])
+def test_any_other_session_begins_anew(job, command, change, tmp_path):
+    session = begin(job, command)
+    session.message = "old"
+    if change in ("done", "failed"):
+        session.status = change
+    save_session(job, session)
+    if change == "a changed script":
+        (tmp_path / "sub" / "train.py").write_text("pass  # changed\n")
+    new = begin(job, command, facts=Facts(cpu="6502") if change == "another machine" else FACTS,
+                effects=["exact"] if change == "other effects" else EFFECTS, again=change == "asked for")
+    assert new.message == ""
+    assert new.status == "running"
+
+
+def test_the_plan_carries_what_it_was_made_for_and_lies_beside_the_script(job, command, tmp_path):
+    session = begin(job, command)
+    session.best.plan = Plan((Choice("threads", 1, evidence="alone 1.2x"),)).to_json()
+    assert write_plan(job, session, command, beside=True) is not None
+    for path in (job.plan, tmp_path / "sub" / "flatout.toml"):
+        plan = Plan.from_toml(path.read_text())
+        assert dict(plan.made_for) == session.key
+        assert plan.digest == plan_of(session).digest
+        assert plan.choices[0].evidence == "alone 1.2x"
+    (tmp_path / "sub" / "flatout.toml").unlink()
+    assert write_plan(job, session, command, beside=False) is None
+    assert not (tmp_path / "sub" / "flatout.toml").exists()
+
+
+def test_a_plan_that_cannot_lie_beside_the_script_is_in_the_job(job, command, tmp_path):
+    (tmp_path / "sub" / "flatout.toml").mkdir()
+    assert write_plan(job, begin(job, command), command, beside=True) is None
+    assert job.plan.is_file()
+
+
+@pytest.mark.parametrize(("speedup", "guard", "words"), [
+    (Ratio(1.34, 1.2, 1.5, 6), "same", ["1.34x", "bitwise the same"]),
+    (Ratio(1.34, 1.2, 1.5, 6), "equivalent", ["1.34x", "up to rounding"]),
+    (None, "same", ["plain program stays", "beyond the noise"]),
+    (None, "failed", ["plain program stays", "refused", "the loss leaves"]),
+])
+def test_the_verdict_is_a_sentence(job, command, speedup, guard, words):
+    session = begin(job, command)
+    session.speedup, session.guard = speedup, GuardRecord(guard, "the loss leaves the spread")
+    assert all(word in verdict(session) for word in words)
