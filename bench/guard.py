@@ -52,6 +52,7 @@ PROGRAMS = {
     "resnet18": (("--epochs", "1000"), 20),
 }
 DEFAULT = ("mlp", "linear", "gpt", "lstm", "cnn")
+P_VALUES = ("distribution", "shift", "draws")
 BROKEN = {lever.name for lever in BAD}
 
 
@@ -78,7 +79,7 @@ class Bed:
         known = read_json(self.folder / f"{title}.json")
         if known is None:
             with self.trial(title, plan, seed) as trial:
-                record = measure(trial, self.ticks, seconds() + PATIENCE_S)
+                record = measure(trial, self.ticks, seconds() + PATIENCE_S, draws=True)
             if record.status != "finished":
                 raise SystemExit(f"guard: {self.name}, {title}: {record.status}: {record.reason[-400:]}\n{record.log_tail[-800:]}")
             known = record.to_json()
@@ -168,7 +169,7 @@ def nearest(found: GuardRecord) -> dict[str, Any]:
 
 def share(check: Any) -> float:
     """How much of its limit a check has used up; a p-value must stay above its limit."""
-    return float(check.limit / max(check.value, 1e-300) if check.name == "distribution" else check.value / check.limit)
+    return float(check.limit / max(check.value, 1e-300) if check.name in P_VALUES else check.value / check.limit)
 
 
 def mark(row: dict[str, Any]) -> str:
@@ -187,9 +188,9 @@ def page(rows: list[dict[str, Any]], spent_s: float) -> str:
              f"Broken levers accepted: **{found['false_accepts']} of {found['broken']}**. "
              f"Sound levers refused: **{found['false_rejects']} of {found['sound']}**.",
              f"One case is a lever in a program; {len(SEEDS)} seeds each; {spent_s / 60:.0f} minutes in all.\n",
-             "*check* is the comparison that decided: the first that failed, else the one that came nearest to its limit. A p-value (distribution) must",
-             "stay above its limit, every other value at or below it; a bitwise comparison has neither. What a deviation rarer than the steps that were",
-             "run would do is beyond any such test.\n"]
+             "*check* is the comparison that decided: the first that failed, else the one that came nearest to its limit. A p-value (distribution,",
+             "shift, draws) must stay above its limit, every other value at or below it; a bitwise comparison has neither. A deviation rarer than",
+             "the steps that were run is beyond any such test.\n"]
     for title, broken in (("Broken levers (to be rejected)", True), ("Sound levers (to be accepted)", False)):
         table = [(row["lever"], row["program"], row["claim"], f"{row['outcome']}{mark(row)}", row["check"], number(row["value"]), number(row["limit"]))
                  for row in sorted(rows, key=lambda r: r["lever"]) if row["broken"] is broken and row["outcome"] != "not applicable"]

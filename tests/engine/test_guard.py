@@ -1,3 +1,250 @@
 """The judge over records: what may never be accepted, what may never be refused, and why in words."""
 
 from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from flatout.engine.guard import judge
+from flatout.plan.records import TrialRecord
+from flatout.plan.words import Effect
+
+EFFECTS = st.sampled_from([Effect.EXACT, Effect.ROUNDING, Effect.RESAMPLED])
+LOADER = {"loaders": [{"dataset": "D"}]}
+
+
+def record(losses: list[float], seed: int = 0, **more: Any) -> TrialRecord:
+    return TrialRecord("finished", losses=[x.hex() for x in losses], loss_steps=list(range(len(losses))), seed=seed,
+                       weights_digests={"1": f"{seed}a", "2": f"{seed}b"}, **more)
+
+
+def curve(seed: int, steps: int = 60, noise: float = 0.1, of: Callable[[int], float] = lambda t: 2.0 * 0.97**t) -> list[float]:
+    draw = random.Random(seed)
+    return [of(t) + noise * draw.gauss(0, 1) for t in range(steps)]
+
+
+def seeds(change: Callable[[int, float], float] = lambda t, x: x, count: int = 3) -> list[TrialRecord]:
+    """Runs of one program with several seeds; ``change(step, loss)`` is what a lever makes of it after the first step."""
+    return [record([x if t == 0 else change(t, x) for t, x in enumerate(curve(seed))], seed) for seed in range(count)]
+
+
+def smooth(error: float) -> dict[str, Any]:
+    return {"checks": [{"name": "gradient", "passed": True, "why": "g", "value": error, "limit": 1.0}], "noise": 1.0, "smooth": True}
+
+
+def names(found: Any, passed: bool) -> set[str]:
+    return {check.name for check in found.checks if check.passed is passed}
+
+
+# -- laws -----------------------------------------------------------------------------------------------------------------
+
+finite_losses = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2, max_size=30)
+any_losses = st.lists(st.floats(), min_size=2, max_size=30)
+
+
+@given(EFFECTS, st.lists(finite_losses, min_size=1, max_size=3))
+def test_identical_finite_records_are_always_accepted(effect, curves):
+    runs = [record(losses, seed) for seed, losses in enumerate(curves)]
+    verdict = judge(effect, runs, runs).verdict
+    assert verdict == ("same" if effect is Effect.EXACT else "equivalent")
+
+
+@given(EFFECTS, st.lists(finite_losses, min_size=1, max_size=3), st.data())
+def test_a_loss_that_is_not_finite_where_the_plain_one_is_never_passes(effect, curves, data):
+    plain = [record(losses, seed) for seed, losses in enumerate(curves)]
+    shortest = min(map(len, curves))
+    which, at = data.draw(st.integers(0, len(curves) - 1)), data.draw(st.integers(0, shortest - 1))
+    broken = list(curves[which])
+    broken[at] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    tuned = [record(broken if seed == which else losses, seed) for seed, losses in enumerate(curves)]
+    assert judge(effect, plain, tuned).verdict == "failed"
+
+
+@given(EFFECTS, any_losses, any_losses)
+def test_whatever_was_recorded_there_is_a_verdict_and_a_sentence(effect, a, b):
+    found = judge(effect, [record(a)], [record(b)])
+    assert found.verdict in ("same", "equivalent", "failed", "not checked")
+    assert found.why
+    assert all(check.why for check in found.checks)
+
+
+@given(st.lists(finite_losses, min_size=1, max_size=3), st.data())
+def test_one_differing_bit_breaks_an_exact_claim(curves, data):
+    plain = [record(losses, seed) for seed, losses in enumerate(curves)]
+    which, at = data.draw(st.integers(0, len(curves) - 1)), data.draw(st.integers(0, min(map(len, curves)) - 1))
+    moved = math.nextafter(curves[which][at], math.inf)
+    assume(math.isfinite(moved))
+    tuned = [record([*losses[:at], moved, *losses[at + 1:]] if seed == which else losses, seed) for seed, losses in enumerate(curves)]
+    found = judge(Effect.EXACT, plain, tuned)
+    assert found.verdict == "failed"
+    assert "losses" in names(found, passed=False)
+
+
+@given(st.floats(1e-6, 1e6), st.sampled_from([Effect.ROUNDING, Effect.RESAMPLED]))
+def test_the_unit_of_the_loss_does_not_matter(unit, effect):
+    def verdict(scale: float) -> str:
+        def scaled(runs: list[TrialRecord]) -> list[TrialRecord]:
+            return [record([float.fromhex(x) * scale for x in run.losses], run.seed or 0) for run in runs]
+        return judge(effect, scaled(seeds()), scaled(seeds(lambda t, x: x * 1.3))).verdict
+    assert verdict(unit) == verdict(1.0)
+
+
+def test_nothing_to_compare_is_an_error():
+    for plain, tuned in (([], []), (seeds(), []), ([], seeds()), (seeds(count=2), seeds(count=3))):
+        with pytest.raises(ValueError, match="at least one"):
+            judge(Effect.ROUNDING, plain, tuned)
+
+
+def test_hardly_any_losses_are_not_judged():
+    found = judge(Effect.EXACT, [record([1.0])], [record([1.0])])
+    assert found.verdict == "not checked"
+    assert "too few" in found.why
+
+
+# -- exact ----------------------------------------------------------------------------------------------------------------
+
+
+def test_other_weights_break_an_exact_claim_though_every_loss_agrees():
+    tuned = [replace(run, weights_digests={**run.weights_digests, "2": "other"}) for run in seeds()]
+    found = judge(Effect.EXACT, seeds(), tuned)
+    assert names(found, passed=False) == {"weights"}
+    assert "after step 2" in found.why
+
+
+def test_a_program_that_does_not_repeat_itself_is_told_so_and_judged_by_its_curves():
+    again = record(curve(17))
+    found = judge(Effect.EXACT, seeds(), seeds(lambda t, x: x * (1 + 1e-6)), again=again)
+    assert found.verdict == "equivalent"
+    assert "does not repeat itself" in found.why
+    assert judge(Effect.EXACT, seeds(), seeds(lambda t, x: x + 3.0), again=again).verdict == "failed"
+
+
+# -- rounding -------------------------------------------------------------------------------------------------------------
+
+
+def test_rounding_that_grows_slowly_passes():
+    found = judge(Effect.ROUNDING, seeds(), seeds(lambda t, x: x + 1e-7 * 1.2**t), smooth(1e-6))
+    assert found.verdict == "equivalent"
+    assert {"start", "curve", "gradient"} <= names(found, passed=True)
+
+
+@pytest.mark.parametrize("change", [
+    lambda t, x: x * 64 / 63,  # a mean over n - 1
+    lambda t, x: 0.9 * x + 0.23,  # label smoothing
+    lambda t, x: x + (0.05 if t > 2 else 0.0),  # a step that went wrong
+])
+def test_a_loss_that_is_wrong_from_the_start_fails(change):
+    for replica in (None, smooth(1e-6)):
+        assert "start" in names(judge(Effect.ROUNDING, seeds(), seeds(change), replica), passed=False)
+
+
+def test_in_a_smooth_network_the_first_losses_must_be_explained_by_the_gradient():
+    small = seeds(lambda t, x: x + 1e-3)
+    assert judge(Effect.ROUNDING, seeds(), small, smooth(1e-3)).verdict == "equivalent"
+    assert names(judge(Effect.ROUNDING, seeds(), small, smooth(1e-7)), passed=False) == {"start"}
+    kinks = {**smooth(1e-7), "smooth": False}
+    assert judge(Effect.ROUNDING, seeds(), small, kinks).verdict == "equivalent"
+
+
+def test_chaos_after_the_start_is_measured_by_the_seeds():
+    def late(t: int, x: float) -> float:
+        return x + (0.1 * math.sin(37 * t) if t > 12 else 0.0)
+    assert judge(Effect.ROUNDING, seeds(), seeds(late)).verdict == "equivalent"
+    assert "curve" in names(judge(Effect.ROUNDING, seeds(), seeds(lambda t, x: x + (0.5 if t > 12 else 0.0))), passed=False)
+
+
+def test_other_batches_fail_where_there_is_a_loader():
+    plain = [replace(run, scene=LOADER, batch_hashes=["a", "b"]) for run in seeds()]
+    tuned = [replace(run, scene=LOADER, batch_hashes=["a", "c"]) for run in seeds()]
+    found = judge(Effect.ROUNDING, plain, tuned)
+    assert names(found, passed=False) == {"batches"}
+    assert "batch 1" in found.why
+
+
+def test_what_the_replica_refuses_is_refused():
+    wrong = {"checks": [{"name": "update", "passed": False, "why": "the update is off", "value": 2.0, "limit": 1e-3}]}
+    found = judge(Effect.ROUNDING, seeds(), seeds(), wrong)
+    assert found.verdict == "failed"
+    assert "the update is off" in found.why
+
+
+def test_a_replica_that_could_not_be_made_is_said():
+    found = judge(Effect.ROUNDING, seeds(), seeds(), {"failure": "no module was called"})
+    assert found.verdict == "equivalent"
+    assert "no module was called" in found.why
+
+
+def test_one_seed_alone_is_measured_by_its_own_movement():
+    plain = [record(curve(1))]
+    assert judge(Effect.ROUNDING, plain, [record([x + 1e-5 for x in curve(1)])]).verdict == "equivalent"
+    assert judge(Effect.ROUNDING, plain, [record([x + 1.0 for x in curve(1)])]).verdict == "failed"
+
+
+def test_a_loss_that_never_moves_may_not_move_under_levers():
+    flat = [record([0.5] * 20, seed) for seed in range(3)]
+    assert judge(Effect.ROUNDING, flat, [record([0.5] * 19 + [0.6], seed) for seed in range(3)]).verdict == "failed"
+
+
+def test_a_program_that_diverges_by_itself_is_compared_until_then():
+    def run(end: float, shift: float = 0.0) -> list[TrialRecord]:
+        return [record([x + shift for x in curve(seed)] + [end], seed) for seed in range(3)]
+    assert judge(Effect.ROUNDING, run(math.nan), run(math.nan)).verdict == "equivalent"
+    assert judge(Effect.ROUNDING, run(math.nan), run(1.0)).verdict == "equivalent"
+    assert judge(Effect.ROUNDING, run(math.nan), run(math.nan, shift=2.0)).verdict == "failed"
+
+
+# -- resampled ------------------------------------------------------------------------------------------------------------
+
+
+def samples(seed: int, draw_seed: int, flip: bool = True, brighter: float = 0.0, count: int = 640) -> dict[str, Any]:
+    """Statistics of batches, and draws of a few samples, of a data set with a random flip and a random brightness."""
+    order, draw = random.Random(seed), random.Random(1000 * seed + draw_seed)
+
+    def fetch(sample: random.Random) -> list[float]:
+        mean, side = sample.gauss(0, 1), sample.gauss(0, 1)
+        return [mean + brighter + 0.1 * draw.gauss(0, 1), 1 + 0.1 * sample.random(), side * (draw.choice((-1, 1)) if flip else 1), sample.gauss(0, 1)]
+
+    return {"scene": LOADER, "batch_statistics": [fetch(random.Random(order.random())) for _ in range(count)],
+            "draws": [[fetch(random.Random(image)) for image in range(8)] for _ in range(24)]}
+
+
+def resampled(draw_seed: int, **change: Any) -> list[TrialRecord]:
+    return [replace(run, **samples(run.seed or 0, draw_seed, **change)) for run in seeds()]
+
+
+def test_other_draws_from_the_same_distribution_pass():
+    found = judge(Effect.RESAMPLED, resampled(1), resampled(2))
+    assert found.verdict == "equivalent"
+    assert {"distribution", "shift", "draws"} <= names(found, passed=True)
+
+
+def test_a_data_set_that_draws_nothing_passes_with_itself():
+    assert judge(Effect.RESAMPLED, resampled(1, flip=False), resampled(1, flip=False)).verdict == "equivalent"
+
+
+@pytest.mark.parametrize(("change", "seen_by"), [
+    ({"brighter": 0.5}, {"distribution", "shift", "draws"}),
+    ({"brighter": 0.04}, {"shift"}),  # a constant that is a little wrong, sample by sample
+    ({"flip": False}, {"draws"}),  # a flip that is missing over a population that is symmetric
+])
+def test_another_distribution_fails(change, seen_by):
+    assert names(judge(Effect.RESAMPLED, resampled(1), resampled(2, **change)), passed=False) >= seen_by
+
+
+def test_batches_that_are_shared_as_a_whole_do_not_count_as_many_samples():
+    def run(draw_seed: int) -> list[TrialRecord]:
+        found = []
+        for plain in seeds():
+            draw = random.Random(100 * (plain.seed or 0) + draw_seed)
+            mixes = [draw.gauss(0, 1) for _ in range(12)]  # one draw for each batch of 64
+            found.append(replace(plain, scene=LOADER, batch_statistics=[[mixes[at // 64], 1.0, 0.0, 0.0] for at in range(12 * 64)]))
+        return found
+    found = [judge(Effect.RESAMPLED, run(1), run(other)) for other in range(2, 22)]
+    assert all("shift" in names(one, passed=True) for one in found)

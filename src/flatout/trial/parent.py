@@ -109,11 +109,11 @@ class Trial:
     def switch(self, choices: Sequence[Choice], deadline_s: float) -> dict[str, Any]:
         return self.ask({"do": "switch", "choices": [c.to_json() for c in choices]}, deadline_s)
 
-    def finish(self, deadline_s: float | None = None) -> TrialRecord:
-        """Stop the program and take its record."""
+    def finish(self, deadline_s: float | None = None, draws: bool = False) -> TrialRecord:
+        """Stop the program and take its record. ``draws``: let it fetch a few samples again and again first, for the guard."""
         if self._record is None:
             try:
-                answer = self.ask({"do": "finish"}, deadline_s or seconds() + 60)
+                answer = self.ask({"do": "finish", "draws": draws}, deadline_s or seconds() + 60)
             except ProgramGone as gone:
                 self._record = gone.record
             else:
@@ -227,11 +227,11 @@ def process_environment(plan: Plan, facts: Facts, table: str = TABLE) -> dict[st
     return extra
 
 
-def measure(trial: Trial, steps: int, deadline_s: float) -> TrialRecord:
+def measure(trial: Trial, steps: int, deadline_s: float, draws: bool = False) -> TrialRecord:
     """The whole of a plain trial: warm up, run ``steps`` ticks, finish. A program that ends earlier gives what it has."""
     try:
         trial.wait_ready(deadline_s)
         trial.ask({"do": "go", "ticks": steps}, deadline_s)
     except ProgramGone as gone:
         return gone.record
-    return trial.finish(deadline_s)
+    return trial.finish(deadline_s, draws)

@@ -6,7 +6,7 @@ Commands (one JSON object a line), each answered by one object:
     {"do": "switch", "choices": [...]}  make exactly these live levers hold
     {"do": "options"}                   what every lever says of this program
     {"do": "replica", "choices": [...]} run the guard's step replica under these live levers
-    {"do": "finish"}                    write the record and stop the program
+    {"do": "finish"}                    write the record and stop the program; "draws" fetches some samples again and again
 
 Only one process of the program is measured: the first that finishes a step claims the trial. The others run under the
 same levers and are left alone.
@@ -27,6 +27,7 @@ from flatout.capture.ledger import Ledger
 from flatout.capture.scene import Listener, Scene
 from flatout.capture.shelter import Shelter
 from flatout.engine.applier import EARLY, LATE, Applier, Outcome
+from flatout.engine.draws import Draws
 from flatout.engine.replica import StepReplica
 from flatout.measure.clock import HostClock, clock_for, seconds
 from flatout.measure.phases import PhaseRecorder
@@ -73,6 +74,8 @@ class Worker(Listener):
         self.applier = Applier(levers(spec.table), spec.facts, self.scene)
         self.shelter = Shelter(str(self.folder.saved), self.ledger)
         self.notes = Recorder(torch, self.scene)
+        self.draws = Draws(torch)
+        self.drawn: list[list[list[float]]] = []
         self.replica: StepReplica | None = None
         self.channel: Channel | None = None
         self.owner = os.getpid()
@@ -129,6 +132,7 @@ class Worker(Listener):
 
     def data_end(self, loader: Any, batch: Any) -> None:
         self.phases.end("data")
+        self.draws.hear(loader)
         self.notes.batch(batch, describe=not self.warm)
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
@@ -257,7 +261,7 @@ class Worker(Listener):
                 self.block_left = 0
                 break
             if do == "finish":
-                self._finish()
+                self._finish(bool(command.get("draws")))
             self._answer(self._do(do, command))
         self.phases._open.clear()
         self.clock.settle()
@@ -300,7 +304,11 @@ class Worker(Listener):
             self.claimed = False
             self.phases.forget()
 
-    def _finish(self) -> None:
+    def _finish(self, draws: bool) -> None:
+        if draws:
+            self.scene.asleep = True  # the loader that draws is not the program's
+            self.drawn = self.draws.take()
+            self.scene.asleep = False
         self.write_record("finished", "stopped after the steps that were asked for")
         self._answer({"written": True, "pid": os.getpid()})
         self.stopping = True
@@ -317,7 +325,7 @@ class Worker(Listener):
             step_ms=step_ms, step_ms_list=self.measured, samples_per_step=per_step,
             samples_per_s=per_step / step_ms * 1000 if per_step and step_ms else None,
             phases={name: phase.to_json() for name, phase in self.phases.summary().items()},
-            losses=notes.losses(), loss_steps=notes.loss_steps, batch_hashes=notes.batch_hashes, batch_statistics=notes.batch_statistics,
+            losses=notes.losses(), loss_steps=notes.loss_steps, batch_hashes=notes.batch_hashes, batch_statistics=notes.batch_statistics, draws=self.drawn,
             weights_digests=notes.weights_digests, peak_memory_bytes=self._peak_memory(), device=self.scene.device_type, seed=self.spec.seed,
             plan=self.spec.plan.to_json(), applied=[o.to_json() for o in outcomes if o.applied],
             skipped=[*(o.to_json() for o in outcomes if not o.applied), *({"name": n, "reason": r} for n, r in self.scene.reports)],

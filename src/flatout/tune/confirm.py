@@ -96,7 +96,7 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, A
             break
         tuning.watcher.stage("confirming", f"pair {len(pairs) + 1}: {plan.describe()} against the plain program, fresh processes")
         try:
-            rounds, plain_record, tuned_record = _pair(tuning, plan, seed=len(pairs))
+            rounds, plain_record, tuned_record = _pair(tuning, plan, len(pairs), draws=widest(tuned) is Effect.RESAMPLED)
         except (ProgramGone, LeverFailed) as error:
             tuning.note(plan.describe(), "fresh pairs", None, why_gone(error), start_s)
             return _refuse(tuned, f"in fresh processes: {why_gone(error)}")
@@ -130,7 +130,7 @@ def _refuse(tuned: Sequence[Candidate], reason: str) -> bool:
     return False
 
 
-def _pair(tuning: Tuning, plan: Plan, seed: int) -> tuple[list[Round], TrialRecord, TrialRecord]:
+def _pair(tuning: Tuning, plan: Plan, seed: int, draws: bool) -> tuple[list[Round], TrialRecord, TrialRecord]:
     entrants: list[Entrant] = []
     try:
         # Who starts first changes from pair to pair: the machine may warm up, or tire, in between.
@@ -138,7 +138,7 @@ def _pair(tuning: Tuning, plan: Plan, seed: int) -> tuple[list[Round], TrialReco
             entrants.append(tuning.enter(mine, seed))
         plain, tuned = entrants if seed % 2 == 0 else reversed(entrants)
         rounds = tuning.arena.pair(plain.trial, tuned.trial, tuning.rounds, seconds() + 2 * tuning.pair_s)
-        return rounds, plain.trial.finish(), tuned.trial.finish()
+        return rounds, plain.trial.finish(draws=draws), tuned.trial.finish(draws=draws)
     finally:
         for entrant in entrants:
             tuning.arena.dismiss(entrant.trial)
