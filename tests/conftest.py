@@ -23,7 +23,7 @@ NOT_RUN = pytest.StashKey[int]()
 GRACE_S = 8.0  # how long a program that was told to go may take
 
 # Speed is not what is tested: a slow machine must not fail a law.
-settings.register_profile("flatout", deadline=None, max_examples=60, print_blob=True,
+settings.register_profile("flatout", deadline=None, max_examples=60, print_blob=True, derandomize="CI" in os.environ,
                           suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 settings.load_profile("flatout")
 
