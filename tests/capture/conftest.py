@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flatout.capture.ledger import Ledger
-from flatout.capture.scene import Listener, Scene
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
 
 
 class Ear(Listener):

@@ -137,6 +137,21 @@ def test_the_plan_beside_the_script_is_found(flatout, script):
     assert flatout("run", "python", "sub/train.py", "--any").out == "4294967295\n"
 
 
+def test_of_two_plans_the_newer_one_counts(flatout, script):
+    """A person edits flatout.toml; the tuner's own record must not hide that. A later tuning counts again."""
+    script("import os; print(os.environ.get('MALLOC_MMAP_THRESHOLD_'))")
+    key, record = keys(flatout, "python", "train.py")
+    beside = flatout.folder / "flatout.toml"
+    write_plan(record, 'malloc = "glibc"', key)
+    write_plan(beside, "", key)
+    os.utime(record, (1, 1))
+    assert flatout("run", "python", "train.py").out == "None\n"
+    assert "malloc" not in flatout("plan", "python", "train.py").out
+    os.utime(beside, (0, 0))
+    assert flatout("run", "python", "train.py").out == "4294967295\n"
+    assert "malloc" in flatout("plan", "python", "train.py").out
+
+
 @pytest.mark.parametrize(("what", "says"), [("machine", "another machine ('Z80, 1 cores')"), ("versions", "other versions ('torch 0.1')"),
                                            ("script", "the script has changed"), ("python", "another Python ('2.7')")])
 def test_a_plan_from_elsewhere_is_not_used_and_says_why(flatout, script, what, says):

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from flatout.capture.ledger import Ledger
-from flatout.capture.scene import Listener, Scene
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
 from flatout.engine.draws import FEWEST_ROUNDS, ROUNDS, SAMPLES, Draws
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from flatout.capture.ledger import Ledger
-from flatout.capture.scene import Listener, Scene
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
 from flatout.engine.applier import Applier
 from flatout.engine.replica import StepReplica
 from flatout.levers import TABLE

@@ -7,7 +7,8 @@ import gc
 import pytest
 
 from flatout.capture.ledger import Ledger
-from flatout.capture.scene import Listener, Scene
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
 
 BATCH = 8
 

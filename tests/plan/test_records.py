@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,3 +64,12 @@ def test_a_lever_is_frozen():
 
 def test_a_ratio_says_how_sure_it_is():
     assert Ratio(1.344, 1.2, 1.5, 6).sentence() == "1.34x (1.20-1.50, n=6)"
+
+
+@given(st.floats(0.1, 10.0), st.floats(0.1, 10.0))
+def test_a_ratio_against_something_faster_is_smaller(median, factor):
+    ratio = Ratio(median, 0.9 * median, 1.1 * median, 5)
+    other = ratio.against(factor)
+    assert math.isclose(other.median * factor, median)
+    assert other.low <= other.median <= other.high
+    assert other.n == 5

@@ -92,6 +92,21 @@ def test_where_the_plain_program_stays_there_is_no_tuned_side(recorded):
     assert [row.plain for row in rows][:2] == ["413 ms", "310 samples/s"]
 
 
+@pytest.mark.parametrize(("busy", "cores", "says"), [(1.04, 2, "1.0 of 2 cores busy"), (0.1, 2, ""), (None, 2, ""), ("much", 2, ""), (1.0, None, "")])
+def test_busy_neighbours_are_told(recorded, busy, cores, says):
+    session = recorded("session")
+    session.machine = {"busy_cores_before": busy, "cores": cores}
+    assert (says in story.neighbours(session)) if says else not story.neighbours(session)
+
+
+@pytest.mark.parametrize(("status", "low", "says"), [("applied", 1.1, "faster, and part of"), ("applied", 0.98, "within the noise when alone"),
+                                                     ("applied", None, "part of the plan"), ("rejected", 1.1, "")])
+def test_why_a_lever_is_applied(recorded, status, low, says):
+    lever = recorded("session").levers[0]
+    lever.status, lever.low, lever.reason = status, low, ""
+    assert story.because(lever).startswith(says) if says else not story.because(lever)
+
+
 def test_a_message_of_many_lines_is_a_sentence_and_its_details(recorded):
     session = recorded("failed")
     assert story.message(session) == "The program fails by itself (exit code 1), before flatout changes anything:"

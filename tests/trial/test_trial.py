@@ -345,3 +345,39 @@ def test_without_out_a_line_says_where_the_record_is(flatout, script, tiny, tmp_
     assert path is not None
     assert json.loads(open(path.group(1)).read())["status"] == "finished"  # noqa: SIM115
     assert os.listdir(flatout.folder) == ["train.py"]
+
+
+ODD = """
+import torch
+class Odd(torch.Tensor):
+    def detach(self):
+        raise ValueError("this tensor is odd")
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(torch.ones(400, 2), batch_size=2, collate_fn=lambda items: torch.stack(items).as_subclass(Odd))
+for batch in loader:
+    loss = model(batch.as_subclass(torch.Tensor)).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print("trained")
+"""
+
+
+def test_a_mistake_of_flatout_is_not_blamed_on_the_program(flatout, measure, script):
+    script(ODD, "odd.py")
+    done, record = measure("python", "odd.py")
+    assert done.code == 4
+    assert "could not follow this program" in done.err
+    assert "this tensor is odd" in done.err
+    assert record["status"] == "broken"
+
+
+def test_a_timeout_keeps_the_steps_there_were(measure, script, tiny):
+    script(tiny.replace("optimizer.step()", "optimizer.step(); __import__('time').sleep(0.05)"), "slow.py")
+    done, record = measure("python", "slow.py", steps=100000, options=("--timeout", "12s"), env={"STEPS": "1000000"})
+    assert done.code == 0, done.err
+    assert record["status"] == "finished"
+    assert 5 < record["steps"] < 1000
+    assert len(record["losses"]) >= record["steps"]
+    assert f"--timeout left time for {record['steps']} of 100000 steps" in done.err

@@ -18,6 +18,7 @@ from functools import wraps
 from typing import Any
 
 from flatout.capture.ledger import Ledger
+from flatout.capture.listener import Guarded, Listener
 from flatout.capture.loaders import LoaderRule, Loaders
 from flatout.capture.pickles import keep_out_of_pickles
 from flatout.capture.scalers import Scalers
@@ -26,28 +27,12 @@ from flatout.capture.steps import StepBoundaries
 ROOTS_THAT_MAKE_SENSE = 16  # more root modules than this: the model is called in pieces
 
 
-class Listener:
-    """What can be heard. Every method does nothing, so a listener states only what it wants."""
-
-    wants_phases = False
-
-    def data_begin(self, loader: Any) -> None: ...
-    def data_end(self, loader: Any, batch: Any) -> None: ...
-    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None: ...
-    def forward_end(self, root: Any, output: Any) -> None: ...
-    def backward_begin(self, losses: tuple) -> None: ...
-    def backward_end(self) -> None: ...
-    def optimizer_begin(self, optimizer: Any) -> None: ...
-    def optimizer_end(self, optimizer: Any) -> None: ...
-    def step_end(self) -> None: ...
-
-
 class Scene:
     """Live objects are held weakly: attaching must not keep a model or a loader alive."""
 
     def __init__(self, torch: Any, listener: Listener, ledger: Ledger) -> None:
         self.torch = torch
-        self.listener = listener
+        self.listener: Listener = Guarded(listener)
         self.ledger = ledger
         self.boundaries = StepBoundaries()
         self.steps = 0

@@ -7,7 +7,8 @@ from typing import Any
 
 from flatout.capture.bootstrap import say, speaks_first
 from flatout.capture.ledger import Ledger
-from flatout.capture.scene import Listener, Scene
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
 from flatout.engine.applier import EARLY, LATE, Applier, Outcome, one_line
 from flatout.levers import TABLE
 from flatout.plan.facts import Facts
@@ -35,6 +36,10 @@ class Attached(Listener):
         self.applier.start(self.plan, EARLY)
         self.scene.install()
         self.speaks = False
+
+    def broke(self, error: Exception) -> None:
+        say(f"flatout made a mistake ({type(error).__name__}: {error}) and leaves the program alone from here")
+        self.scene.rest()
 
     def step_end(self) -> None:
         if self.scene.steps == 1:

@@ -14,13 +14,13 @@ from flatout.plan.errors import PlanError
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.words import Origin
 from flatout.render.terminal import plan_table
-from flatout.tune.session import job_folder, load_session
+from flatout.tune.session import job_folder, load_session, plan_files
 
 TEMPLATE = Plan((Choice("malloc", "tcmalloc", Origin.USER), Choice("channels_last", True, Origin.USER)))
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--plan", "plan_path", default=None, help="A plan file; else the one tuned for the command, else ./flatout.toml.")
+@click.option("--plan", "plan_path", default=None, help="A plan file; else the one for the command: as tuned, or flatout.toml beside the script.")
 @click.option("--template", is_flag=True, help="Print a plan to start from.")
 @program
 def command(plan_path: str | None, template: bool, words: tuple[str, ...]) -> None:
@@ -30,8 +30,9 @@ def command(plan_path: str | None, template: bool, words: tuple[str, ...]) -> No
         return
     path, reasons = Path(plan_path or "flatout.toml"), {}
     if words and plan_path is None:
-        job = job_folder(understand(words))
-        path = job.plan
+        cmd = understand(words)
+        job = job_folder(cmd)
+        path = next(iter(plan_files(cmd)), job.plan)
         session = load_session(job)
         reasons = {lever.name: lever.reason for lever in session.levers if lever.status != "applied"} if session else {}
     if not path.is_file() and plan_path is None:

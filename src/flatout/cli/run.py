@@ -19,7 +19,7 @@ from flatout.plan.folder import write_json
 from flatout.plan.plan import Plan
 from flatout.plan.words import Moment
 from flatout.probe.machine import look
-from flatout.tune.session import differences, job_folder, key_of
+from flatout.tune.session import differences, key_of, plan_files
 
 ENTRY = "flatout.cli.attached:attach"
 
@@ -61,9 +61,7 @@ def _plan_for(cmd: Command, facts: Facts, given: str | None) -> tuple[Plan | Non
         strange = differences(dict(plan.made_for), key) if plan.made_for else []
         return plan, f"this plan was made for {'; '.join(strange)}; each lever is checked again here" if strange else ""
     remark = ""
-    for path in (job_folder(cmd).plan, (cmd.script.parent if cmd.script else Path.cwd()) / "flatout.toml"):
-        if not path.is_file():
-            continue
+    for path in plan_files(cmd):
         try:
             plan = read_plan(str(path))
         except FlatoutError as error:

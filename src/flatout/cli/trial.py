@@ -42,9 +42,14 @@ def command(steps: int, seed: int, plan_path: str, out: Path | None, timeout: fl
     if record.status == "unattached":
         sys.stderr.write(f"flatout: nothing was measured: {(cmd.closed and f'python {cmd.closed} keeps flatout out') or record.reason}\n")
         return record.exit_code or 3
+    if record.status == "broken":
+        sys.stderr.write(f"flatout: could not follow this program; please report this:\n{record.reason.rstrip()}\nrecord in {where}\n")
+        return 4
     if record.status == "hung":
         sys.stderr.write(f"flatout: the program hung: {record.reason}; record in {where}\n")
         return 3
+    if record.status == "finished" and record.steps < steps:
+        sys.stderr.write(f"flatout: --timeout left time for {record.steps} of {steps} steps\n")
     rate = f", {record.step_ms:.2f} ms a {record.unit}" if record.step_ms else ""
     sys.stderr.write(f"flatout: {record.steps} steps measured after {record.warmup_steps} to warm up{rate} ({record.status}); record in {where}\n")
     code = record.exit_code or 0

@@ -15,6 +15,7 @@ from flatout.cli.arguments import PROGRAM, Duration, program, words_or_usage
 from flatout.cli.progress import LiveProgress
 from flatout.launch.command import understand
 from flatout.levers import TABLE
+from flatout.measure.load import busy_cores
 from flatout.plan.errors import FlatoutError, StorageError, UsageError
 from flatout.plan.folder import JobFolder
 from flatout.plan.records import SessionRecord
@@ -60,6 +61,9 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     facts = look()
     folder = _writable(job_folder(cmd, job), job is not None)
     session = open_session(folder, cmd, facts, goal.budget_s, sorted(goal.effects), again)
+    busy = busy_cores()
+    if busy is not None:
+        session.machine["busy_cores_before"] = round(busy, 2)
     save_session(folder, session)
     console = Console(stderr=True)
     # A terminated tuner must end its programs as an interrupted one does.

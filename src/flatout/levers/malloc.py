@@ -21,6 +21,12 @@ from flatout.plan.words import Effect, Moment
 
 ORDER = ("tcmalloc", "mimalloc", "jemalloc", "glibc")
 FOUR_GB = str(4 * 2**30 - 1)
+# What keeps each of them from handing freed pages back to the kernel, only to fault them in again in the next step.
+KEEPING = {
+    "tcmalloc": {"TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**62)},  # it keeps by itself, but would report every large tensor
+    "mimalloc": {"MIMALLOC_PURGE_DELAY": "-1"},
+    "jemalloc": {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"},
+}
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
@@ -29,7 +35,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     preloaded = facts.environment.get("LD_PRELOAD", "")
     if "malloc" in preloaded:
         return Skip(f"the environment already preloads {preloaded.split('/')[-1]}")
-    if any(name.startswith("MALLOC_") for name in facts.environment) or "GLIBC_TUNABLES" in facts.environment:
+    if any(name.startswith(("MALLOC_", "MIMALLOC_")) for name in facts.environment) or "GLIBC_TUNABLES" in facts.environment:
         return Skip("the environment already configures malloc")
     if scene is not None and scene.device_type != "cpu":
         return Skip("the tensors live on the accelerator, which has an allocator of its own")
@@ -45,14 +51,14 @@ def environment(facts: Facts, value: Value) -> dict[str, str]:
     if library is None:
         raise LookupError(f"{value} is not installed here")
     before = facts.environment.get("LD_PRELOAD", "")
-    return {"LD_PRELOAD": f"{library}:{before}" if before else library, "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**62)} if value == "tcmalloc" else {
-        "LD_PRELOAD": f"{library}:{before}" if before else library}
+    return {"LD_PRELOAD": f"{library}:{before}" if before else library, **KEEPING[str(value)]}
 
 
 def code(value: Value) -> str:
     if value == "glibc":
         return f"MALLOC_MMAP_THRESHOLD_={FOUR_GB} MALLOC_TRIM_THRESHOLD_={FOUR_GB} python train.py"
-    return f"LD_PRELOAD=/path/to/lib{value}.so python train.py"
+    settings = "".join(f"{name}={setting} " for name, setting in KEEPING[str(value)].items())
+    return f"{settings}LD_PRELOAD=/path/to/lib{value}.so python train.py"
 
 
 LEVER = Lever("malloc", Moment.PROCESS, Effect.EXACT, applies, code, environment=environment, guard=Comparison.BITWISE, page=__doc__)

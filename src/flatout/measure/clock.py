@@ -69,6 +69,10 @@ def cpu_seconds() -> float:
     return time.process_time()
 
 
+def sleep(for_s: float) -> None:
+    time.sleep(for_s)
+
+
 def today() -> str:
     """The moment in UTC, ISO 8601, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -25,10 +25,12 @@ def digest(tensors: Any, torch: Any) -> str:
     sum_ = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         flat = tensor.detach()
+        flat = flat.values() if flat.is_nested else flat
         flat = flat.to_dense() if flat.layout != torch.strided else flat
-        flat = flat.cpu().contiguous()
+        flat = flat if flat.is_meta else flat.cpu().contiguous()
         sum_.update(f"{flat.dtype}{tuple(flat.shape)}".encode())
-        sum_.update(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
+        if flat.device.type == "cpu":  # a meta tensor has no bytes
+            sum_.update(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
     return sum_.hexdigest()
 
 
@@ -37,7 +39,7 @@ def batch_statistics(thing: Any, torch: Any) -> list[list[float]]:
     its left is than its right and its top than its bottom. They see a wrong constant, a missing flip, a missing crop.
     """
     for tensor in tensors_in(thing, torch):
-        if tensor.dim() < 2 or not tensor.numel() or not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
+        if tensor.is_nested or tensor.is_meta or tensor.dim() < 2 or not tensor.numel() or not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
             continue
         x = tensor[:STATISTICS_SAMPLES].detach().float().cpu()
         width, height = x.shape[-1], x.shape[-2] if x.dim() > 2 else 1

@@ -34,6 +34,10 @@ class Ratio(Record):
     high: float
     n: int
 
+    def against(self, factor: float) -> Ratio:
+        """The same B against something ``factor`` times faster than A."""
+        return Ratio(self.median / factor, self.low / factor, self.high / factor, self.n)
+
     def sentence(self) -> str:
         return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f}, n={self.n})"
 
@@ -53,8 +57,9 @@ class TrialRecord(Record):
     """What one trial left behind: its ``result.json``.
 
     ``status`` is ``finished`` (stopped by us), ``ended`` (the program came to its own end), ``failed`` (it raised,
-    or left with an exit code), ``hung`` or ``unattached``. ``losses`` are hexadecimal floats, one for each backward
-    pass since the start, warm-up included; ``loss_steps`` is the step each belongs to.
+    or left with an exit code), ``broken`` (flatout itself made a mistake), ``hung`` or ``unattached``. ``losses`` are
+    hexadecimal floats, one for each backward pass since the start, warm-up included; ``loss_steps`` is the step each
+    belongs to.
     """
 
     status: str
@@ -189,7 +194,6 @@ class SessionRecord(Record):
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     scene: dict[str, Any] = field(default_factory=dict)
-    stages: dict[str, Any] = field(default_factory=dict)  # what a continued session need not measure again
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SessionRecord:

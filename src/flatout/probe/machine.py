@@ -11,7 +11,8 @@ from pathlib import Path
 from flatout.plan.facts import Facts, Gpu
 
 WATCHED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "GLIBC_TUNABLES",
-           "CUDA_VISIBLE_DEVICES", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
+           "CUDA_VISIBLE_DEVICES", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_CONF",
+           "MIMALLOC_PURGE_DELAY")
 DISTRIBUTIONS = ("torch", "torchvision", "numpy", "lightning", "triton", "cmeel-mimalloc")
 LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/lib64", "/lib")
 ALLOCATORS = {"tcmalloc": ("libtcmalloc_minimal.so.*", "libtcmalloc.so.*"), "jemalloc": ("libjemalloc.so.*",), "mimalloc": ("libmimalloc.so.*",)}

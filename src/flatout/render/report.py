@@ -88,6 +88,7 @@ def _context(session: SessionRecord) -> dict[str, Any]:
         "more_contests": max(0, len(session.contests) - MAX_ROWS),
         "effort": story.effort(session),
         "noise": story.noise(session),
+        "neighbours": story.neighbours(session),
         "effects": ", ".join(wording.one_line(effect, 40).replace("_", " ") for effect in session.effects),
         "facts": machine.facts(session),
         "version": wording.one_line(session.flatout, 40),

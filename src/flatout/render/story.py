@@ -190,8 +190,12 @@ def levers_in_order(session: SessionRecord) -> list[LeverRecord]:
 
 
 def because(lever: LeverRecord) -> str:
-    """The recorded reason. An applied lever needs none: it was faster."""
-    return one_line(lever.reason) or ("faster, and part of the plan that was confirmed" if lever.status == Status.APPLIED else "")
+    """The recorded reason. An applied lever needs none: it belongs to the plan that was confirmed."""
+    if lever.reason or lever.status != Status.APPLIED:
+        return one_line(lever.reason)
+    low = drawable(lever.low)
+    alone = "" if low is None else "faster, and " if low > 1 else "within the noise when alone, and "
+    return f"{alone}part of the plan that was confirmed"
 
 
 def guard_sentence(guard: GuardRecord) -> str:
@@ -248,6 +252,17 @@ def effort(session: SessionRecord) -> str:
     if drawable(session.budget_s):
         text += f", of a budget of {duration(session.budget_s)}"
     return text
+
+
+QUIET_CORES = 0.25
+
+
+def neighbours(session: SessionRecord) -> str:
+    """A sentence where other programs were at work before the tuning began, else nothing."""
+    busy, cores = drawable(session.machine.get("busy_cores_before")), drawable(session.machine.get("cores"))
+    if busy is None or busy < QUIET_CORES or not cores:
+        return ""
+    return f"other programs kept {busy:.1f} of {several(cores, 'core')} busy as the tuning began; on a quiet machine another plan may be the fastest"
 
 
 def noise(session: SessionRecord) -> str:

@@ -38,6 +38,8 @@ def session_tables(session: SessionRecord) -> RenderableType:
     lines += _section(_before_after(session))
     lines += _section(_levers(session))
     closing = [("guard", story.guard_sentence(session.guard)), ("pays back", story.payback_sentence(session)), ("tried", story.effort(session))]
+    if story.neighbours(session):
+        closing.append(("neighbours", story.neighbours(session)))
     if story.noise(session):
         closing.append(("noise floor", f"{story.noise(session)}, the plain program against itself"))
     lines += _section(_pairs([(name, _text(words)) for name, words in closing if words]))

@@ -24,12 +24,14 @@ from typing import Any
 
 from flatout.capture.bootstrap import say
 from flatout.capture.ledger import Ledger
-from flatout.capture.scene import Listener, Scene
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
 from flatout.capture.shelter import Shelter
 from flatout.engine.applier import EARLY, LATE, Applier, Outcome
 from flatout.engine.draws import Draws
 from flatout.engine.replica import StepReplica
 from flatout.measure.clock import HostClock, clock_for, seconds
+from flatout.measure.load import copies_that_fit, peak_bytes
 from flatout.measure.phases import PhaseRecorder
 from flatout.measure.statistics import block_ms, median
 from flatout.measure.steady import is_steady
@@ -184,6 +186,12 @@ class Worker(Listener):
         elif self.stopping:
             raise StopTrial
 
+    def broke(self, error: Exception) -> None:
+        self._last_words("broken", "".join(traceback.format_exception(error))[-8000:])
+        if self.channel is not None:
+            self.channel.close()  # should the stop be swallowed, the parent ends the program
+        raise StopTrial
+
     def _first_step_done(self) -> None:
         """The Scene is known: the levers that need it act now."""
         self.late_done = True
@@ -229,6 +237,7 @@ class Worker(Listener):
         self.notes.losses()
         self.notes.samples = 0
         self._answer({"ready": True, "unit": self.unit, "tick_ms": block_ms(self.ticks_ms[-8:]), "warmup_ms": self.warmup_ms,
+                      "copies": copies_that_fit(self.torch, self.scene.device_type, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
                       "device": self.scene.device_type, "boundaries": "backward" if self.scene.boundaries.by_backward else "optimizer",
                       "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
                       "skipped": [o.to_json() for o in self.applier.outcomes if not o.applied]})
@@ -325,8 +334,9 @@ class Worker(Listener):
             step_ms=step_ms, step_ms_list=self.measured, samples_per_step=per_step,
             samples_per_s=per_step / step_ms * 1000 if per_step and step_ms else None,
             phases={name: phase.to_json() for name, phase in self.phases.summary().items()},
-            losses=notes.losses(), loss_steps=notes.loss_steps, batch_hashes=notes.batch_hashes, batch_statistics=notes.batch_statistics, draws=self.drawn,
-            weights_digests=notes.weights_digests, peak_memory_bytes=self._peak_memory(), device=self.scene.device_type, seed=self.spec.seed,
+            losses=notes.losses(), loss_steps=notes.loss_steps, batch_hashes=notes.batch_hashes, batch_statistics=notes.batch_statistics,
+            draws=self.drawn, weights_digests=notes.weights_digests, peak_memory_bytes=peak_bytes(self.torch, self.scene.device_type),
+            device=self.scene.device_type, seed=self.spec.seed,
             plan=self.spec.plan.to_json(), applied=[o.to_json() for o in outcomes if o.applied],
             skipped=[*(o.to_json() for o in outcomes if not o.applied), *({"name": n, "reason": r} for n, r in self.scene.reports)],
             scene=self.scene.describe(),
@@ -338,13 +348,6 @@ class Worker(Listener):
             with self.shelter.overlay.looking():  # our own record goes where we say
                 write_json(self.folder.result, self.record(status, reason).to_json())
             self.shelter.leave()
-
-    def _peak_memory(self) -> int:
-        if self.scene.device_type == "cuda":
-            return int(self.torch.cuda.max_memory_allocated())
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def _program_failed(self, kind: Any, error: Any, trace: Any) -> None:
         # A launcher fails because its ranks were stopped: the record of the one that was measured stays.

@@ -19,6 +19,7 @@ from flatout.tune.races import COMPILE_S
 from flatout.tune.tuning import PAIRS, Tuning, why_gone
 
 OVERRUN = 0.15  # of the budget, to finish the third pair
+FEWEST_PAIRS = 2  # where the clock leaves no time for three
 FLOOR_CAP = 0.02  # an unlucky A/A must not hide a gain that three pairs agree on
 START_NOISE = 0.25  # two starts of one program differ by this without any reason
 
@@ -91,15 +92,15 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, A
     plan, session, start_s = plan_of(tuned), tuning.session, seconds()
     pairs: list[list[Round]] = []
     records: list[tuple[TrialRecord, TrialRecord]] = []
-    while len(pairs) < PAIRS or (len(pairs) < 2 * PAIRS and tuning.end_s - seconds() > 1.1 * tuning.pair_s):
-        if pairs and seconds() > tuning.end_s + OVERRUN * tuning.goal.budget_s:
-            break
+    while _time_for_another(tuning, len(pairs)):
+        pair_start_s = seconds()
         tuning.watcher.stage("confirming", f"pair {len(pairs) + 1}: {plan.describe()} against the plain program, fresh processes")
         try:
             rounds, plain_record, tuned_record = _pair(tuning, plan, len(pairs), draws=widest(tuned) is Effect.RESAMPLED)
         except (ProgramGone, LeverFailed) as error:
             tuning.note(plan.describe(), "fresh pairs", None, why_gone(error), start_s)
             return _refuse(tuned, f"in fresh processes: {why_gone(error)}")
+        tuning.longest_pair_s = max(tuning.longest_pair_s, seconds() - pair_start_s)
         pairs.append(rounds)
         records.append((plain_record, tuned_record))
         tuning.watcher.contest(plan.describe(), compare(pairs), f"pair {len(pairs)}")
@@ -109,6 +110,9 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, A
     _fill(session.baseline, Plan(), [p for p, _ in records], [r.a_ms for pair in pairs for r in pair])
     _fill(session.best, plan, [t for _, t in records], [r.b_ms for pair in pairs for r in pair])
     session.payback_steps = _payback(session.baseline, session.best, any(c.lever.warms_up for c in tuned))
+    if len(pairs) < FEWEST_PAIRS:
+        enough_m = math.ceil((tuning.spent_s + PAIRS * tuning.longest_pair_s) / 60)
+        return _refuse(tuned, f"one pair of processes ({ratio.sentence()}) confirms nothing, and there was no time for more; give --budget {enough_m}m")
     if session.guard.verdict == "failed":
         return _refuse(tuned, f"the guard: {session.guard.why}")
     if session.guard.verdict == "not checked":
@@ -124,6 +128,12 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, A
     return True
 
 
+def _time_for_another(tuning: Tuning, done: int) -> bool:
+    """Three pairs, for which the budget may be overrun a little; more, up to six, where it has time left."""
+    allowed_s = tuning.end_s - seconds() + (OVERRUN * tuning.goal.budget_s if done < PAIRS else 0.0)
+    return done == 0 or (done < 2 * PAIRS and allowed_s > tuning.pair_s)
+
+
 def _refuse(tuned: Sequence[Candidate], reason: str) -> bool:
     for candidate in tuned:
         candidate.reason = reason
@@ -131,6 +141,8 @@ def _refuse(tuned: Sequence[Candidate], reason: str) -> bool:
 
 
 def _pair(tuning: Tuning, plan: Plan, seed: int, draws: bool) -> tuple[list[Round], TrialRecord, TrialRecord]:
+    if tuning.copies < 2:
+        return _pair_in_turn(tuning, plan, seed, draws)
     entrants: list[Entrant] = []
     try:
         # Who starts first changes from pair to pair: the machine may warm up, or tire, in between.
@@ -142,6 +154,21 @@ def _pair(tuning: Tuning, plan: Plan, seed: int, draws: bool) -> tuple[list[Roun
     finally:
         for entrant in entrants:
             tuning.arena.dismiss(entrant.trial)
+
+
+def _pair_in_turn(tuning: Tuning, plan: Plan, seed: int, draws: bool) -> tuple[list[Round], TrialRecord, TrialRecord]:
+    """Where two programs do not fit into memory at once: one after the other, so that the machine's moods do not cancel out."""
+    times: dict[str, list[float]] = {}
+    records: dict[str, TrialRecord] = {}
+    for mine in (Plan(), plan) if seed % 2 == 0 else (plan, Plan()):
+        entrant = tuning.enter(mine, seed)
+        try:
+            times[mine.describe()] = [tuning.arena.block(entrant.trial) for _ in range(tuning.rounds)]
+            records[mine.describe()] = entrant.trial.finish(draws=draws)
+        finally:
+            tuning.arena.dismiss(entrant.trial)
+    plain, tuned = Plan().describe(), plan.describe()
+    return [Round(a, b) for a, b in zip(times[plain], times[tuned], strict=True)], records[plain], records[tuned]
 
 
 def _fill(side: Side, plan: Plan, records: Sequence[TrialRecord], times_ms: Sequence[float]) -> None:

@@ -7,6 +7,7 @@ import math
 from flatout.measure.clock import seconds
 from flatout.plan.lever import Value
 from flatout.plan.plan import Choice, Plan, spell
+from flatout.plan.records import Ratio
 from flatout.plan.words import Effect, Moment, Origin
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.arena import Entrant, LeverFailed
@@ -15,9 +16,11 @@ from flatout.tune.tuning import Tuning, why_gone
 
 LIVE_SHARE = 0.5  # of the exploring; processes need the other half
 LONGEST_LIVE_S = 12.0
+MOST_PROMISING = (Moment.MODEL, Moment.OPTIMIZER, Moment.STEP, Moment.LOADER, Moment.IMPORT, Moment.PROCESS)
 COMPILE_S = 75.0  # what a first compilation is given
 MOST_ENTRANTS = 7
-FEWEST_RACE_ROUNDS = 2
+BESIDE_THE_ENTRANTS = 2  # the observed program, and a young plain one
+FEWEST_RACE_ROUNDS = 4  # rather fewer programs than fewer rounds
 RACE_ROUNDS = 12
 VALUES_A_LEVER = 4
 OLD_TICKS = 50
@@ -32,8 +35,10 @@ def live_race(tuning: Tuning) -> None:
     if arena.unit != "step":
         return  # inside a closure nothing may be switched
     todo = [c for c in tuning.candidates.values() if c.open and c.lever.live]
-    todo = recall(sorted(todo, key=lambda c: c.lever.warms_up), tuning.session.contests)
-    until_s = seconds() + LIVE_SHARE * max(0.0, tuning.explore_until_s - seconds())
+    todo = recall(sorted(todo, key=lambda c: (c.lever.warms_up, MOST_PROMISING.index(c.lever.moment))), tuning.session.contests)
+    left_s = max(0.0, tuning.explore_until_s - seconds())
+    # Where a step takes seconds no process could be raced in the other half: then all of it is for the live ones.
+    until_s = seconds() + (LIVE_SHARE * left_s if LIVE_SHARE * left_s > _least_race_s(tuning, 1) else left_s)
     for at, candidate in enumerate(todo):
         left_s = until_s - seconds()
         if left_s < (COMPILE_S if candidate.lever.warms_up else 6 * arena.block_s):
@@ -101,10 +106,12 @@ def process_race(tuning: Tuning) -> None:
     if tuning.session.noise_floor is None:
         wanted.insert(min(2, len(wanted)), (None, True))
     entrants: list[tuple[Candidate | None, Value, Entrant]] = []
-    for candidate, value in wanted[:MOST_ENTRANTS]:
-        # One more must leave time to start it (and a young plain program), and for a few rounds of all of them.
-        blocks_s = FEWEST_RACE_ROUNDS * arena.block_s * (len(entrants) + 3)
-        if tuning.explore_until_s - seconds() < 2 * tuning.start_cost_s + blocks_s:
+    most = min(MOST_ENTRANTS, tuning.copies - BESIDE_THE_ENTRANTS)
+    if most < 1:
+        for left_out in levers:
+            left_out.reason = "too few programs like this one fit into memory at once to race it"
+    for candidate, value in wanted[:max(0, most)]:
+        if tuning.explore_until_s - seconds() < _least_race_s(tuning, len(entrants) + 1):
             break
         entrant = _start(tuning, candidate, value)
         if entrant is not None:
@@ -115,6 +122,11 @@ def process_race(tuning: Tuning) -> None:
             _take_turns(tuning, reference, entrants)
         for _, _, entrant in entrants:
             arena.dismiss(entrant.trial)
+
+
+def _least_race_s(tuning: Tuning, entrants: int) -> float:
+    """What it takes to start one more program (and a young plain one), and for a few rounds of all of them."""
+    return 2 * tuning.start_cost_s + FEWEST_RACE_ROUNDS * tuning.arena.block_s * (entrants + 2)
 
 
 def _reference(tuning: Tuning) -> Trial | None:
@@ -150,6 +162,12 @@ def _take_turns(tuning: Tuning, plain: Trial, entrants: list[tuple[Candidate | N
     kept_s = tuning.start_cost_s + 20 * arena.block_s  # for taking winners away again
     until_s = seconds() + min(max(RACE_ROUNDS * arena.block_s * (len(entrants) + 2), 15.0), max(left_s - kept_s, 0.6 * left_s))
     verdicts = arena.processes(plain, [e for _, _, e in entrants], until_s, heard=lambda e, r: tuning.watcher.contest(names[id(e)], r))
+    twin = next((verdicts[at] for at, (candidate, _, _) in enumerate(entrants) if candidate is None), None)
+    if isinstance(twin, Ratio):
+        tuning.session.noise_floor, tuning.floor = twin, max(0.01, abs(math.log(twin.median)))
+        # Two processes of one program differ by luck. The mean of both plain ones is a fairer measure than either.
+        luck = math.sqrt(twin.median)
+        verdicts = {at: v.against(luck) if isinstance(v, Ratio) and v is not twin else v for at, v in verdicts.items()}
     for at, (candidate, value, entrant) in enumerate(entrants):
         verdict, name = verdicts[at], names[id(entrant)]
         if isinstance(verdict, str):
@@ -160,9 +178,6 @@ def _take_turns(tuning: Tuning, plain: Trial, entrants: list[tuple[Candidate | N
         tuning.note(name, "processes", verdict, "", start_s)
         if candidate is not None:
             candidate.measured(value, verdict, "processes")
-        else:
-            tuning.session.noise_floor = verdict
-            tuning.floor = max(0.01, abs(math.log(verdict.median)))
     if plain is not tuning.observed:
         arena.dismiss(plain)
     tuning.save()
@@ -170,9 +185,7 @@ def _take_turns(tuning: Tuning, plain: Trial, entrants: list[tuple[Candidate | N
 
 def combine(tuning: Tuning) -> list[Candidate]:
     """The winners together, and each live one taken away again: what is not missed stays off."""
-    winners = [c for c in tuning.candidates.values() if c.won]
-    if not winners and not tuning.session.contests:  # nothing could be raced in the time
-        winners = _untried(tuning)
+    winners = [c for c in tuning.candidates.values() if c.won] + _untried(tuning)
     if len(winners) < 2 or seconds() + tuning.start_cost_s + 6 * tuning.arena.block_s * len(winners) > tuning.explore_until_s:
         return winners
     plan, start_s = plan_of(winners), seconds()
@@ -193,7 +206,7 @@ def combine(tuning: Tuning) -> list[Candidate]:
 
 
 def _untried(tuning: Tuning) -> list[Candidate]:
-    """No time to race at all (a step of many seconds): what is exact and needs no warm-up goes straight to confirmation."""
+    """What there was no time to race, exact and without a warm-up: the time kept for confirming can still tell."""
     live_allowed = tuning.arena.unit == "step"
     likely = [c for c in tuning.candidates.values() if c.open and c.effect is Effect.EXACT and not c.lever.warms_up
               and (live_allowed or c.lever.moment in (Moment.PROCESS, Moment.IMPORT)) and c.lever.moment is not Moment.LOADER]

@@ -3,7 +3,7 @@
     observe    one plain program to its steady state; every lever says whether it applies
     live race  levers that can be switched between steps, one after another, inside that program
     race       levers that need a process of their own, in turns with the plain one; among them a second plain program
-               (A/A), which gives the noise floor
+               (A/A), which gives the noise floor and, with the first, the mean that the others are measured against
     combine    the winners together; then each is taken away again, and stays away if nothing is lost
     guard      one step done again plainly, under the levers, and in float64
     confirm    at least three fresh pairs of processes, plain and tuned, each pair with a seed of its own; the same runs
@@ -54,6 +54,7 @@ def _observe(tuning: Tuning) -> None:
     ready, arena = plain.trial.ready, tuning.arena
     tuning.observed, tuning.start_cost_s = plain.trial, plain.start_s
     arena.tick_ms, arena.unit = max(ready["tick_ms"], 1e-3), ready["unit"]
+    tuning.copies = ready["copies"]
     tuning.session.scene = answer["scene"]
     arena.prefetched_ticks = PREFETCHED_BATCHES * max((loader["num_workers"] for loader in answer["scene"]["loaders"]), default=0)
     tuning.candidates = consider(answer["options"], tuning.goal.effects, tuning.goal.only)
@@ -70,6 +71,8 @@ def _why_not(tuning: Tuning, record: TrialRecord) -> FlatoutError:
         closed = tuning.command.closed
         why = f"`python {closed}` keeps flatout out; leave the option away" if closed else record.reason
         return NothingMeasured(f"there is nothing to tune: {why}. The program was left as it is.")
+    if record.status == "broken":
+        return NothingMeasured(f"flatout could not follow this program, and left it as it was. Please report this:\n\n{record.reason.strip()}")
     if record.status == "hung":
         return NothingMeasured(f"the program did not train: {record.reason}. Give more time with --budget, or look at {tuning.job.trials}.")
     steps = len(set(record.loss_steps))

@@ -47,6 +47,17 @@ def job_folder(command: Command, given: Path | None = None) -> JobFolder:
     return JobFolder(given if given is not None else Path(FOLDER) / f"{command.title}-{command.digest}")
 
 
+def beside_script(command: Command) -> Path:
+    """The plan that a person sees and may edit."""
+    return (command.script.parent if command.script else Path.cwd()) / "flatout.toml"
+
+
+def plan_files(command: Command) -> list[Path]:
+    """The plan beside the script and the tuner's own record, the newest first: what a person has edited since counts."""
+    there = [path for path in (beside_script(command), job_folder(command).plan) if path.is_file()]
+    return sorted(there, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
 def open_session(job: JobFolder, command: Command, facts: Facts, budget_s: float, effects: list[str], again: bool) -> SessionRecord:
     """The interrupted session of the same key, to go on with; else a new one."""
     key = key_of(command, facts)
@@ -88,7 +99,7 @@ def write_plan(job: JobFolder, session: SessionRecord, command: Command, beside:
     write_whole(job.plan, text)
     if not beside:
         return None
-    target = (command.script.parent if command.script else Path.cwd()) / "flatout.toml"
+    target = beside_script(command)
     try:
         write_whole(target, text)
     except StorageError:  # a folder of somebody else's; the plan is in the job

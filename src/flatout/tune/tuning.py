@@ -19,7 +19,8 @@ from flatout.tune.candidates import Candidate
 PAIRS = 3
 ROUNDS_OF_A_PAIR = 6
 PAIR_S = 6.0  # a pair's blocks need not last longer than this
-CONFIRM_SHARE = 0.55  # of the budget at most is kept back for confirming
+CONFIRM_SHARE = 0.6  # of the budget at most is kept back for confirming
+REPLICA_TICKS = 10  # what the guard's replica of a step costs: four steps, one of them in double precision
 
 
 class Watcher:
@@ -55,6 +56,8 @@ class Tuning:
         self.candidates: dict[str, Candidate] = {}
         self.floor = 0.01  # a gain below this is not told from none
         self.start_cost_s = 5.0  # of one program, until its steps are steady
+        self.longest_pair_s = 0.0
+        self.copies = 9  # of the program that fit into memory at once
         self.observed: Trial | None = None
         self.first_plain: TrialRecord | None = None
 
@@ -75,12 +78,12 @@ class Tuning:
 
     @property
     def pair_s(self) -> float:
-        """What one confirming pair costs: two starts and its blocks."""
-        return 2 * (self.start_cost_s + self.rounds * self.arena.block_s) * 1.05 + 1
+        """What one confirming pair costs, two starts and its blocks: the estimate, or the longest so far."""
+        return self.longest_pair_s or 2 * (self.start_cost_s + self.rounds * self.arena.block_s) * 1.05 + 1
 
     @property
     def explore_until_s(self) -> float:
-        return self.end_s - min(PAIRS * self.pair_s, CONFIRM_SHARE * self.goal.budget_s)
+        return self.end_s - min(PAIRS * self.pair_s + REPLICA_TICKS * self.arena.tick_ms / 1000, CONFIRM_SHARE * self.goal.budget_s)
 
     # -- programs and records ---------------------------------------------------------------------------------------
 

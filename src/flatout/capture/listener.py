@@ -1,0 +1,52 @@
+"""What can be heard of a training program while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+
+class Listener:
+    """Every method does nothing, so a listener states only what it wants."""
+
+    wants_phases = False
+
+    def data_begin(self, loader: Any) -> None: ...
+    def data_end(self, loader: Any, batch: Any) -> None: ...
+    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None: ...
+    def forward_end(self, root: Any, output: Any) -> None: ...
+    def backward_begin(self, losses: tuple) -> None: ...
+    def backward_end(self) -> None: ...
+    def optimizer_begin(self, optimizer: Any) -> None: ...
+    def optimizer_end(self, optimizer: Any) -> None: ...
+    def step_end(self) -> None: ...
+
+    def broke(self, error: Exception) -> None:
+        """The listener itself made a mistake in one of the above, and hears nothing more."""
+
+
+EVENTS = tuple(name for name in vars(Listener) if name.endswith(("_begin", "_end")))
+
+
+class Guarded(Listener):
+    """Passes events on, and keeps the mistakes of who hears them out of the program: the first one ends the listening.
+
+    What is no ``Exception`` passes: stopping the program, and Ctrl-C.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self.wants_phases = listener.wants_phases
+        self._listener = listener
+        self.__dict__.update({name: self._careful(getattr(listener, name)) for name in EVENTS})
+
+    def _careful(self, hear: Callable[..., None]) -> Callable[..., None]:
+        @wraps(hear)
+        def hear_or_leave(*args: Any) -> None:
+            try:
+                hear(*args)
+            except Exception as error:
+                self.__dict__.update({name: getattr(Listener(), name) for name in EVENTS})
+                self._listener.broke(error)
+
+        return hear_or_leave

@@ -1,0 +1,73 @@
+"""What a measurement shares the machine with: cores that others keep busy, and memory that is left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from flatout.measure.clock import sleep
+
+SPARE = 0.9  # of the free memory may be used; the rest is for what grows
+CONTEXT_BYTES = 600 * 2**20  # of a CUDA context, beside what torch has reserved
+
+
+def busy_cores(watch_s: float = 0.5) -> float | None:
+    """How many cores other programs keep busy just now, seen over ``watch_s`` seconds; None where the kernel does not tell.
+
+    Time taken by other guests of the same host counts as busy: this machine did not have it. Source: proc_stat(5).
+    """
+    try:
+        before = _busy_ticks()
+        sleep(watch_s)
+        return (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") / watch_s
+    except (OSError, ValueError):
+        return None
+
+
+def _busy_ticks() -> int:
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9])
+    return user + nice + system + irq + softirq + steal
+
+
+def peak_bytes(torch: Any, device_type: str) -> int:
+    """The most that this process has held: on the device where it has one, else in memory."""
+    if device_type == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def copies_that_fit(torch: Any, device_type: str, processes: int = 1) -> int:
+    """How many programs like this one fit at once, this one among them: into the device's memory, and into the machine's.
+
+    ``processes`` are the like of this process that one program consists of (the ranks of this machine).
+    """
+    copies = 1 + int(SPARE * _available_bytes() // (max(1, _resident_bytes()) * processes))
+    if device_type == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        copies = min(copies, 1 + int(SPARE * free // (torch.cuda.max_memory_reserved() + CONTEXT_BYTES)))
+    return copies
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without swapping. Source: proc_meminfo(5); a cgroup's limit where that is narrower."""
+    try:
+        kib = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines() if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return 2**62  # nobody knows; as before, the machine must bear it
+    available = kib * 1024
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        return min(available, int(limit) - int(used)) if limit != "max" else available
+    except (OSError, ValueError):
+        return available
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 1

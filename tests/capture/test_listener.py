@@ -1,0 +1,79 @@
+"""A listener's own mistake stays out of the program: it is told to the listener once, and the program trains on."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.listener import EVENTS, Guarded, Listener
+from flatout.capture.scene import Scene
+
+torch = pytest.importorskip("torch")
+
+
+class Clumsy(Listener):
+    wants_phases = True
+
+    def __init__(self, event: str) -> None:
+        self.heard: list[str] = []
+        self.mistakes: list[Exception] = []
+        self.__dict__[event] = self._stumble
+
+    def _stumble(self, *_: object) -> None:
+        raise ZeroDivisionError("clumsy")
+
+    def step_end(self) -> None:
+        self.heard.append("step")
+
+    def broke(self, error: Exception) -> None:
+        self.mistakes.append(error)
+
+
+def train(steps: int = 4) -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for batch in torch.utils.data.DataLoader(torch.ones(2 * steps, 3), batch_size=2):
+        loss = model(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_program_trains_on(event):
+    plain = train()
+    ledger, listener = Ledger(), Clumsy(event)
+    Scene(torch, listener, ledger).install()
+    try:
+        assert train() == plain
+    finally:
+        ledger.restore()
+    assert [str(error) for error in listener.mistakes] == ["clumsy"]
+    assert len(listener.heard) <= 1  # nothing after the mistake
+
+
+def test_a_wish_to_stop_passes():
+    class Stops(Listener):
+        def step_end(self) -> None:
+            raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        Guarded(Stops()).step_end()
+
+
+def test_every_event_is_passed_on():
+    heard = []
+
+    class Hears(Listener):
+        pass
+
+    listener = Hears()
+    listener.__dict__.update({name: lambda *args, name=name: heard.append((name, args)) for name in EVENTS})
+    guarded = Guarded(listener)
+    for name in EVENTS:
+        getattr(guarded, name)()
+    assert heard == [(name, ()) for name in EVENTS]

@@ -1,0 +1,40 @@
+"""What the machine is doing beside us, and how much of it is left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import pytest
+
+from flatout.measure.load import busy_cores, copies_that_fit, peak_bytes
+
+
+def spin(stop) -> None:
+    while not stop.is_set():
+        pass
+
+
+def test_a_busy_neighbour_is_seen():
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    neighbour = context.Process(target=spin, args=(stop,))
+    neighbour.start()
+    try:
+        busy = busy_cores(1.0)
+    finally:
+        stop.set()
+        neighbour.join()
+    assert busy is not None
+    assert 0.3 < busy <= (os.cpu_count() or 1) + 0.5
+
+
+def test_memory_limits_how_many_fit():
+    torch = pytest.importorskip("torch")
+    alone = copies_that_fit(torch, "cpu")
+    assert alone >= 2  # a small test process, on any machine that runs a test suite
+    assert copies_that_fit(torch, "cpu", processes=10**9) == 1
+    ballast = bytearray(os.urandom(4096)) * (256 * 1024)  # a GiB: fewer of what is larger
+    assert len(ballast) == 2**30
+    assert copies_that_fit(torch, "cpu") < alone
+    assert peak_bytes(torch, "cpu") > 2**30

@@ -1,0 +1,52 @@
+"""The search on a real program, in conditions that a small test program does not bring about by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.launch.command import understand
+from flatout.plan.folder import JobFolder
+from flatout.plan.records import SessionRecord
+from flatout.plan.words import Status
+from flatout.probe.machine import look
+from flatout.tune.search import search
+from flatout.tune.tuning import Goal, Tuning, Watcher
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(180)
+
+BUDGET_S = 40.0
+
+
+class Crowded(Watcher):
+    """Finds, once the program has been observed, that there is memory for no second one."""
+
+    tuning: Tuning
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def stage(self, name: str, detail: str = "") -> None:
+        if name != "observing":
+            self.tuning.copies = 1
+
+    def contest(self, plan: str, ratio: object, note: str = "") -> None:
+        self.most = max(self.most, len(self.tuning.arena.running))
+
+
+def test_where_two_programs_do_not_fit_into_memory_only_one_runs(tmp_path, tiny, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(tiny)
+    monkeypatch.setenv("STEPS", "1000000")
+    command, watcher = understand(("python", "train.py")), Crowded()
+    session = SessionRecord(["python", "train.py"], str(tmp_path), {}, budget_s=BUDGET_S)
+    watcher.tuning = Tuning(command, JobFolder(tmp_path / "job").make(), look(), session, Goal(BUDGET_S), watcher)
+    found = search(watcher.tuning)
+    assert watcher.most == 1
+    by_name = {lever.name: lever for lever in found.levers}
+    assert not any(contest.how == "processes" for contest in found.contests)
+    if by_name["malloc"].status == Status.SKIPPED:
+        assert by_name["malloc"].reason == "too few programs like this one fit into memory at once to race it"
+    assert [contest.n for contest in found.contests if contest.how == "fresh pairs"] or found.speedup is None
+    assert (found.baseline.step_ms or 0.0) > 0
+    assert found.spent_s < 1.5 * BUDGET_S
