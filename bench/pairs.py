@@ -153,9 +153,10 @@ def _one_set(sides: Sequence[SideOfContest], at: int, job: JobFolder, facts: Fac
             arena = Arena(side.command, job, facts)
             running[side.name] = arena, (entrant := enter(arena, side.plan, at)).trial, entrant.start_s
         for turn in range(rounds):
+            furthest = max(trial.ticks_done for _, trial, _ in running.values())
             for side in order if turn % 2 == 0 else reversed(order):
                 arena, trial, _ = running[side.name]
-                blocks[side.name].append(arena.block(trial))
+                blocks[side.name].append(arena.block(trial, furthest))
         for side in order:
             _, trial, start_s = running[side.name]
             side.records.append(trial.finish())

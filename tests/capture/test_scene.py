@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -494,12 +495,17 @@ def test_scalers_that_are_switched_on(enter):
 
 
 def test_a_compiled_model_is_seen(enter):
-    scene, _ = enter()
-    model = torch.compile(network(), backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(3):
-        functional.mse_loss(model(x), y).backward()
-        optimizer.step()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        filters = len(warnings.filters)
+        scene, _ = enter()
+        model = torch.compile(network(), backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for x, y in batches(3):
+            functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        assert len(warnings.filters) == filters
+    assert [str(w.message) for w in warned if "global hooks" in str(w.message)] == []
     assert scene.compiled_by_script
     assert scene.steps == 3
 

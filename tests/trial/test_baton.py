@@ -60,7 +60,10 @@ while True:
 
 @pytest.fixture
 def begin(tmp_path, monkeypatch):
-    """``trial, steps = begin()``: a program under a table of test levers, and a function that counts the steps it has taken."""
+    """``trial, steps = begin()``: a program under a table of test levers, and a function that counts the steps it has taken.
+
+    With ``ranks`` torchrun starts so many processes, and the function answers with the words that one of them has written.
+    """
     (tmp_path / "levers_of_test.py").write_text(LEVERS)
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "work").mkdir()
@@ -71,11 +74,12 @@ def begin(tmp_path, monkeypatch):
     counter = tmp_path / "steps"
     begun = []
 
-    def start(plan=None, program=PROGRAM):
+    def start(plan=None, program=PROGRAM, ranks=0):
         (tmp_path / "train.py").write_text(program)
-        command = understand([sys.executable, str(tmp_path / "train.py"), str(counter)])
+        first = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks else [sys.executable]
+        command = understand([*first, str(tmp_path / "train.py"), str(counter)])
         begun.append(Trial(command, TrialFolder(tmp_path / "trial"), plan or Plan(), Facts(), table="levers_of_test:TABLE"))
-        return begun[-1].start(), lambda: counter.stat().st_size
+        return begun[-1].start(), (lambda rank: (tmp_path / f"steps.{rank}").read_text().split()) if ranks else lambda: counter.stat().st_size
 
     yield start
     for trial in begun:
@@ -167,3 +171,42 @@ def test_a_program_that_stops_answering_is_ended(begin):
     assert caught.value.record.status == "hung"
     assert trial.ready
     assert not os.path.exists(trial.folder.saved)
+
+
+RANKS = '''
+import os, sys
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+seen = os.open(f"{sys.argv[1]}.{dist.get_rank()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+while True:
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    os.write(seen, b"slow " if "forward" in vars(model) else b"plain ")
+'''
+
+
+@pytest.mark.timeout(200)
+def test_ranks_switch_together_and_a_replica_does_not_disturb_them(begin):
+    """The other rank has the lever too; and a step done again on one rank leaves the averaging of gradients alone."""
+    trial, seen = begin(program=RANKS, ranks=2)
+    trial.wait_ready(soon() + 60)
+    trial.hold()
+    trial.go(3, soon())
+    assert {last for rank in (0, 1) for last in seen(rank)[-2:]} == {"plain"}
+    trial.switch([Choice("slow", 1)], soon())
+    trial.go(4, soon())
+    assert [seen(rank)[-1] for rank in (0, 1)] == ["slow", "slow"]
+    trial.switch([], soon())
+    trial.go(4, soon())
+    assert [seen(rank)[-1] for rank in (0, 1)] == ["plain", "plain"]
+    answer = trial.ask({"do": "replica", "choices": [Choice("slow", 1).to_json()]}, soon())["replica"]
+    assert answer["checks"]
+    assert all(check["passed"] for check in answer["checks"]), answer
+    trial.hold()
+    assert len(trial.go(5, soon())) == 5  # both ranks still step together
+    assert trial.finish().status == "finished"

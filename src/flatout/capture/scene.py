@@ -12,6 +12,7 @@ Nothing here times, hashes or decides; a Listener does. What is installed, and w
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import wraps
@@ -57,6 +58,7 @@ class Scene:
         self._in_backward = False
         self._backwards_at_step = 0
         self._discovery: list[Any] = []
+        self._filter: Any = None
         self._root_hooks: dict[int, list[Any]] = {}
         self.forward_wrappers: dict[int, int] = {}
         self.asleep = False
@@ -101,6 +103,11 @@ class Scene:
     def in_pieces(self) -> bool:
         """The script calls parts of its model one by one, so there is no module whose forward is the whole."""
         return len(self._roots) > ROOTS_THAT_MAKE_SENSE
+
+    @staticmethod
+    def without_ranks(root: Any) -> Any:
+        """The module inside a wrapper that averages gradients with other ranks: what may be called by one rank alone."""
+        return root.module if type(root).__name__ == "DistributedDataParallel" else root
 
     def has_layer(self, *names: str) -> bool:
         """Whether a root holds a layer whose class, or a base of it, has one of these names (a prefix will do)."""
@@ -184,12 +191,17 @@ class Scene:
             modules.register_module_forward_pre_hook(self._any_forward_begins),
             modules.register_module_forward_hook(self._any_forward_ends, always_call=True),
         ]
+        # torch.compile would warn the person of hooks that are ours, and soon gone.
+        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks", category=UserWarning)
+        self._filter = warnings.filters[0]
         self.ledger.call("global forward hooks", self._stop_looking)
 
     def _stop_looking(self) -> None:
         for hook in self._discovery:
             hook.remove()
         self._discovery = []
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]  # a list; typeshed shows it as a sequence
 
     def _any_forward_begins(self, module: Any, args: tuple) -> None:
         self._depth += 1

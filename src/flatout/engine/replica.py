@@ -64,7 +64,7 @@ class StepReplica:
         try:
             if self._frozen is None:
                 self._originals, self._optimizers = self.scene.roots, self.scene.optimizers
-                self._frozen = copy.deepcopy((self._originals, self._optimizers))
+                self._frozen = copy.deepcopy(([self.scene.without_ranks(root) for root in self._originals], self._optimizers))
             at = next((i for i, known in enumerate(self._originals) if known is root), None)
             calls = self._steps.setdefault(step, [])
             if at is not None and all(call["root"] != at for call in calls):

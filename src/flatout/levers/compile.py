@@ -61,8 +61,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
         return compiled_or_plain
 
     for root in scene.roots:
-        inner = getattr(root, "module", root) if type(root).__name__ == "DistributedDataParallel" else root
-        scene.wrap_forward(inner, wrapper, ledger)
+        scene.wrap_forward(scene.without_ranks(root), wrapper, ledger)
     return ledger.restore
 
 

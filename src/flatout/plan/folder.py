@@ -119,6 +119,11 @@ class TrialFolder:
         return self.path / "saved"
 
     @property
+    def switched(self) -> Path:
+        """The live levers that hold at present, for the ranks that are not measured."""
+        return self.path / "switched.json"
+
+    @property
     def claim(self) -> Path:
         """Made by the one process of the program that is measured."""
         return self.path / "claim"

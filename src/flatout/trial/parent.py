@@ -45,7 +45,7 @@ class Trial:
         self.ready: dict[str, Any] = {}
         self.attached = False  # some process of the program has imported torch
         self.started_s = 0.0
-        self.ticks_run = 0
+        self.ticks_done = 0  # since the program has started to train
         self._short = Path(tempfile.mkdtemp(prefix="flatout-"))  # a socket's path may have 107 characters
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channels: list[Channel] = []
@@ -81,6 +81,7 @@ class Trial:
     def wait_ready(self, deadline_s: float) -> dict[str, Any]:
         """Until the program has trained its first steps and is warm. Raises ProgramGone where it never comes to that."""
         self.ready = self._receive(deadline_s, "it did not finish a training step")
+        self.ticks_done = self.ready["ticks"]
         return self.ready
 
     def ask(self, command: dict[str, Any], deadline_s: float) -> dict[str, Any]:
@@ -103,7 +104,7 @@ class Trial:
         answer = self.ask({"do": "go", "ticks": ticks, "seconds": longest_s}, deadline_s)
         self.hold()
         times: list[float] = answer["ms"]
-        self.ticks_run += len(times)
+        self.ticks_done += len(times)
         return times
 
     def switch(self, choices: Sequence[Choice], deadline_s: float) -> dict[str, Any]:

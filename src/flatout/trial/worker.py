@@ -9,7 +9,7 @@ Commands (one JSON object a line), each answered by one object:
     {"do": "finish"}                    write the record and stop the program; "draws" fetches some samples again and again
 
 Only one process of the program is measured: the first that finishes a step claims the trial. The others run under the
-same levers and are left alone.
+same levers, and switch when it does.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from flatout.measure.statistics import block_ms, median
 from flatout.measure.steady import is_steady
 from flatout.plan.folder import TrialFolder, write_json
 from flatout.plan.lever import Options
-from flatout.plan.plan import Choice
 from flatout.plan.records import TrialRecord
-from flatout.plan.words import Moment, Origin
+from flatout.plan.words import Moment
 from flatout.trial.channel import Channel, Hangup
+from flatout.trial.ranks import Ranks, choices_of
 from flatout.trial.recorder import Recorder
 from flatout.trial.spec import TrialSpec, levers
 
@@ -75,6 +75,7 @@ class Worker(Listener):
         self.scene = Scene(torch, self, self.ledger)
         self.applier = Applier(levers(spec.table), spec.facts, self.scene)
         self.shelter = Shelter(str(self.folder.saved), self.ledger)
+        self.ranks = Ranks(self.folder)
         self.notes = Recorder(torch, self.scene)
         self.draws = Draws(torch)
         self.drawn: list[list[list[float]]] = []
@@ -179,6 +180,7 @@ class Worker(Listener):
         if not self.late_done:
             self._first_step_done()
         if not self.claimed:
+            self._follow()
             return
         self.notes.step(self.scene.steps)
         if self.unit == "step":
@@ -236,7 +238,7 @@ class Worker(Listener):
         self.warmup_ms = (seconds() - self.started_s) * 1000
         self.notes.losses()
         self.notes.samples = 0
-        self._answer({"ready": True, "unit": self.unit, "tick_ms": block_ms(self.ticks_ms[-8:]), "warmup_ms": self.warmup_ms,
+        self._answer({"ready": True, "unit": self.unit, "ticks": len(self.ticks_ms), "tick_ms": block_ms(self.ticks_ms[-8:]), "warmup_ms": self.warmup_ms,
                       "copies": copies_that_fit(self.torch, self.scene.device_type, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
                       "device": self.scene.device_type, "boundaries": "backward" if self.scene.boundaries.by_backward else "optimizer",
                       "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
@@ -246,6 +248,7 @@ class Worker(Listener):
     def _end_block(self) -> None:
         if self.replica is not None and self.replica.captured:
             verdict, self.replica = self.replica.judge(), None
+            self.block = []  # steps that were listened to are not measured
             self._answer({"replica": verdict})
         elif self.replica is None:
             self.clock.settle()
@@ -266,7 +269,7 @@ class Worker(Listener):
                 self.block_until_s = seconds() + float(command.get("seconds", "inf"))
                 break
             if do == "replica":
-                self.replica = StepReplica(self.scene, self.applier, _choices(command["choices"]), slow=median(self.ticks_ms) > SLOW_MS)
+                self.replica = StepReplica(self.scene, self.applier, choices_of(command["choices"]), slow=median(self.ticks_ms) > SLOW_MS)
                 self.block_left = 0
                 break
             if do == "finish":
@@ -278,7 +281,9 @@ class Worker(Listener):
 
     def _do(self, do: str, command: dict[str, Any]) -> dict[str, Any]:
         if do == "switch":
-            outcomes = self.applier.switch(_choices(command["choices"]))
+            with self.shelter.overlay.looking():
+                self.ranks.tell(command["choices"])
+            outcomes = self.applier.switch(choices_of(command["choices"]))
             reports, self.scene.reports = self.scene.reports, []
             return {"applied": [o.to_json() for o in outcomes if o.applied], "skipped": [o.to_json() for o in outcomes if not o.applied],
                     "reports": [{"name": name, "reason": sentence} for name, sentence in reports]}
@@ -287,6 +292,12 @@ class Worker(Listener):
             return {"options": {name: {"values": list(a.values), "effect": a.effect} if isinstance(a, Options) else {"skip": a.reason}
                                 for name, a in answers.items()}, "scene": self.scene.describe()}
         return {"error": f"unknown command {do!r}"}
+
+    def _follow(self) -> None:
+        with self.shelter.overlay.looking():
+            choices = self.ranks.heard()
+        if choices is not None:
+            self.applier.switch(choices)
 
     def _next_command(self) -> dict[str, Any]:
         if self.channel is None:
@@ -382,9 +393,3 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, 9)
     except (OSError, AttributeError):
         pass
-
-
-def _choices(data: list[dict[str, Any]]) -> list[Choice]:
-    return [Choice(c["name"], c["value"], Origin.TUNER) for c in data]
-
-

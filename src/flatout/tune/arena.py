@@ -26,6 +26,8 @@ FEWEST_ROUNDS = 3
 PATIENCE_FACTOR = 30.0  # a block that takes this many times its expected length hangs
 PATIENCE_S = 60.0
 LONGEST_BLOCK = 4.0  # times its expected length; a busy neighbour must not use up the budget
+CATCHING_UP_S = 3.0  # what a program may be run for so that it stands at the same tick as the others
+PLAIN = -1  # the plain program's place among the entrants of a race
 CLEAR_LOSS = 0.99
 CLEAR_WIN = 1.03
 
@@ -89,8 +91,15 @@ class Arena:
     def _deadline(self, ticks: int) -> float:
         return seconds() + PATIENCE_S + PATIENCE_FACTOR * ticks * self.tick_ms / 1000
 
-    def block(self, trial: Trial) -> float:
-        """Milliseconds a tick. The first ticks of a longer block are left out: caches are cold after a pause."""
+    def block(self, trial: Trial, from_tick: int = 0) -> float:
+        """Milliseconds a tick. The first ticks of a longer block are left out: caches are cold after a pause.
+
+        A program that has not come to ``from_tick`` yet is brought there first. Sentences, episodes and graphs differ in
+        length: programs with one seed do the same work at the same tick, and are not equal at different ones.
+        """
+        behind = from_tick - trial.ticks_done
+        if 0 < behind * self.tick_ms / 1000 <= CATCHING_UP_S:
+            trial.go(behind, self._deadline(behind))
         ticks = self.block_ticks
         times = trial.go(ticks, self._deadline(ticks), LONGEST_BLOCK * max(ticks * self.tick_ms, BLOCK_MS) / 1000)
         skipped = min(max(1 if len(times) >= 4 else 0, self.prefetched_ticks), len(times) // 2)
@@ -136,39 +145,32 @@ class Arena:
 
         Answers by position in ``others``.
         """
+        trials = {PLAIN: plain, **{at: entrant.trial for at, entrant in enumerate(others)}}
         rounds: dict[int, list[Round]] = {at: [] for at in range(len(others))}
         verdicts: dict[int, Ratio | str] = {}
         turn = 0
         while True:
-            racing = [at for at in rounds if at not in verdicts or (isinstance(verdicts[at], Ratio) and not _lost(verdicts[at], len(rounds[at])))]  # type: ignore[arg-type]
-            if not racing:
+            racing = [PLAIN, *(at for at in rounds if not _lost(verdicts.get(at), len(rounds[at])))]
+            if len(racing) == 1:
                 return verdicts
-            try:
-                before = self.block(plain)
-                times = self._one_turn(others, racing if turn % 2 == 0 else racing[::-1], rounds, verdicts)
-                after = self.block(plain)
-            except ProgramGone as gone:  # the plain program has come to its end: what was measured stays
-                return {at: verdicts.get(at, gone.record.reason) for at in range(len(others))}
-            for at in times:
-                if at in rounds:
-                    rounds[at].append(Round((before + after) / 2, times[at]))
-                    verdicts[at] = ratio = compare([rounds[at]])
-                    heard(others[at], ratio)
+            times: dict[int, float] = {}
+            furthest = max(trials[at].ticks_done for at in racing)
+            for at in racing if turn % 2 == 0 else racing[::-1]:
+                try:
+                    times[at] = self.block(trials[at], furthest)
+                except ProgramGone as gone:
+                    if at == PLAIN:  # it has come to its end: what was measured stays
+                        return {at: verdicts.get(at, gone.record.reason) for at in range(len(others))}
+                    if not (gone.record.status == "ended" and rounds[at]):
+                        verdicts[at] = gone.record.reason
+                    del rounds[at]
+            for at in times.keys() & rounds.keys():
+                rounds[at].append(Round(times[PLAIN], times[at]))
+                verdicts[at] = ratio = compare([rounds[at]])
+                heard(others[at], ratio)
             turn += 1
             if seconds() >= until_s:
                 return verdicts
-
-    def _one_turn(self, others: Sequence[Entrant], racing: Sequence[int], rounds: dict[int, list[Round]], verdicts: dict[int, Ratio | str]) -> dict[int, float]:
-        """A block of each; one that ends leaves the race, with what was measured of it if that is anything."""
-        times = {}
-        for at in racing:
-            try:
-                times[at] = self.block(others[at].trial)
-            except ProgramGone as gone:
-                if not (gone.record.status == "ended" and rounds[at]):
-                    verdicts[at] = gone.record.reason
-                del rounds[at]
-        return times
 
     def pair(self, plain: Trial, tuned: Trial, rounds: int, until_s: float) -> list[Round]:
         """One confirming pair: A B B A A B B A ... for so many rounds, ended early (never before one round) by the clock, or
@@ -176,10 +178,11 @@ class Arena:
         found: list[Round] = []
         for at in range(rounds):
             try:
+                furthest = max(plain.ticks_done, tuned.ticks_done)
                 if at % 2 == 0:
-                    a, b = self.block(plain), self.block(tuned)
+                    a, b = self.block(plain, furthest), self.block(tuned, furthest)
                 else:
-                    b, a = self.block(tuned), self.block(plain)
+                    b, a = self.block(tuned, furthest), self.block(plain, furthest)
             except ProgramGone as gone:
                 if gone.record.status == "ended" and found:
                     break
@@ -203,8 +206,8 @@ def _clear(ratio: Ratio, rounds: int) -> bool:
     return rounds >= FEWEST_ROUNDS and (ratio.high < CLEAR_LOSS or (ratio.low > CLEAR_WIN and rounds >= 6))
 
 
-def _lost(ratio: Ratio, rounds: int) -> bool:
-    return rounds >= FEWEST_ROUNDS and ratio.high < CLEAR_LOSS
+def _lost(verdict: Ratio | str | None, rounds: int) -> bool:
+    return isinstance(verdict, Ratio) and rounds >= FEWEST_ROUNDS and verdict.high < CLEAR_LOSS
 
 
 def ask_options(trial: Trial) -> dict[str, Any]:

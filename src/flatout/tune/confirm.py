@@ -15,8 +15,7 @@ from flatout.plan.words import Effect, Origin, Status
 from flatout.trial.parent import ProgramGone
 from flatout.tune.arena import Entrant, LeverFailed, ask_replica
 from flatout.tune.candidates import Candidate, plan_of, widest
-from flatout.tune.races import COMPILE_S
-from flatout.tune.tuning import PAIRS, Tuning, why_gone
+from flatout.tune.tuning import COMPILE_S, PAIRS, Tuning, why_gone
 
 OVERRUN = 0.15  # of the budget, to finish the third pair
 FEWEST_PAIRS = 2  # where the clock leaves no time for three

@@ -20,8 +20,10 @@ from flatout.plan.records import SessionRecord, Side, TrialRecord
 from flatout.trial.parent import ProgramGone
 from flatout.tune.arena import ask_options
 from flatout.tune.candidates import consider
+from flatout.tune.combine import combine
 from flatout.tune.confirm import keep_first_record, replica, settle
-from flatout.tune.races import combine, live_race, process_race
+from flatout.tune.live import live_race
+from flatout.tune.race import process_race
 from flatout.tune.tuning import Tuning
 
 FEWEST_TICKS = 12  # a program with fewer steps than this cannot be compared with anything

@@ -20,6 +20,8 @@ PAIRS = 3
 ROUNDS_OF_A_PAIR = 6
 PAIR_S = 6.0  # a pair's blocks need not last longer than this
 CONFIRM_SHARE = 0.6  # of the budget at most is kept back for confirming
+LONGEST_LIVE_S = 12.0  # of one live contest
+COMPILE_S = 75.0  # what a first compilation is given
 REPLICA_TICKS = 10  # what the guard's replica of a step costs: four steps, one of them in double precision
 
 

@@ -1,0 +1,146 @@
+"""The process race: programs that take turns with the plain one, each under something that acts before or while it starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from flatout.measure.clock import seconds
+from flatout.plan.lever import Value
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.records import Ratio
+from flatout.plan.words import Moment, Origin
+from flatout.trial.parent import ProgramGone, Trial
+from flatout.tune.arena import Entrant, LeverFailed
+from flatout.tune.candidates import Candidate, recall
+from flatout.tune.tuning import Tuning, why_gone
+
+MOST_ENTRANTS = 8
+BESIDE_THE_ENTRANTS = 2  # the observed program, and a young plain one
+FEWEST_RACE_ROUNDS = 4  # rather fewer programs than fewer rounds
+RACE_ROUNDS = 12
+VALUES_A_LEVER = 4
+OLD_TICKS = 50
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """What one program of the race runs under: nothing (A/A), one lever, or two that need each other."""
+
+    parts: tuple[tuple[Candidate, Value], ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(tuple(Choice(candidate.lever.name, value, Origin.TUNER) for candidate, value in self.parts))
+
+    @property
+    def name(self) -> str:
+        return self.plan.describe() if self.parts else "A/A"
+
+    def measured(self, ratio: Ratio) -> None:
+        """A single lever is judged by it; of two together only a gain that neither brings alone is of interest."""
+        alone = max((c.ratio.median for c, _ in self.parts if c.ratio), default=0.0) if len(self.parts) > 1 else 0.0
+        if len(self.parts) == 1 or (ratio.median > alone and ratio.low > 1.0):
+            for candidate, value in self.parts:
+                candidate.measured(value, ratio, "processes" if len(self.parts) == 1 else "processes, together")
+
+    def failed(self, reason: str) -> None:
+        for candidate, _ in self.parts if len(self.parts) == 1 else ():
+            if candidate.ratio is None:
+                candidate.reject(reason)
+
+
+def process_race(tuning: Tuning) -> None:
+    """Levers that act before the program starts, or while its loaders are made; and A/A, the plain program again."""
+    arena = tuning.arena
+    most = min(MOST_ENTRANTS, tuning.copies - BESIDE_THE_ENTRANTS)
+    racing: list[tuple[Lineup, Entrant]] = []
+    for lineup in _lineups(tuning)[:max(0, most)]:
+        if tuning.explore_until_s - seconds() < least_race_s(tuning, len(racing) + 1):
+            break
+        entrant = _start(tuning, lineup)
+        if entrant is not None:
+            racing.append((lineup, entrant))
+    if most < 1:
+        for candidate in tuning.candidates.values():
+            if candidate.open and not candidate.lever.live:
+                candidate.reason = "too few programs like this one fit into memory at once to race it"
+    reference = _reference(tuning) if racing else None
+    if reference is not None:
+        _take_turns(tuning, reference, racing)
+    for _, entrant in racing:
+        arena.dismiss(entrant.trial)
+
+
+def _lineups(tuning: Tuning) -> list[Lineup]:
+    """The likeliest value of each lever first, A/A among the first, and what is only worth trying together."""
+    closed = tuning.arena.unit != "step"  # where nothing can be switched live, early levers race here
+    levers = [c for c in tuning.candidates.values() if c.open and (not c.lever.live or (closed and c.lever.moment is Moment.IMPORT))]
+    levers = recall(levers, tuning.session.contests)
+    found = [Lineup(((c, v),)) for depth in range(VALUES_A_LEVER) for c in levers for v in c.values[depth:depth + 1]]
+    early = [Lineup()] if tuning.session.noise_floor is None else []
+    return [*found[:2], *early, *_workers_with_cores_of_their_own(tuning), *found[2:]]
+
+
+def _workers_with_cores_of_their_own(tuning: Tuning) -> list[Lineup]:
+    """Workers beside a model that computes on every core slow each other down, and one thread less alone is slower too: together they may win."""
+    loader, threads, cores = tuning.candidates.get("loader"), tuning.candidates.get("threads"), tuning.facts.cores
+    if loader is None or threads is None or not threads.values:
+        return []
+    counts = [v["workers"] for v in loader.values if isinstance(v, dict) and 0 < v.get("workers", 0) < cores]
+    return [Lineup(((threads, cores - n), (loader, {"workers": n}))) for n in counts[:1]]
+
+
+def least_race_s(tuning: Tuning, entrants: int) -> float:
+    """What it takes to start one more program (and a young plain one), and for a few rounds of all of them."""
+    return 2 * tuning.start_cost_s + FEWEST_RACE_ROUNDS * tuning.arena.block_s * (entrants + 2)
+
+
+def _reference(tuning: Tuning) -> Trial | None:
+    """The plain program that the others race against: as young as they are. Episodes lengthen and caches fill as training goes on."""
+    old = tuning.observed if tuning.observed in tuning.arena.running else None
+    if old is not None and (old.ticks_done <= OLD_TICKS or tuning.explore_until_s - seconds() < 2 * tuning.start_cost_s):
+        return old
+    try:
+        return tuning.enter(Plan()).trial
+    except (ProgramGone, LeverFailed):
+        return old
+
+
+def _start(tuning: Tuning, lineup: Lineup) -> Entrant | None:
+    tuning.watcher.stage("starting", f"a program with {lineup.plan.describe()}" if lineup.parts else "the plain program again (A/A)")
+    start_s = seconds()
+    try:
+        return tuning.enter(lineup.plan, patience_s=60 + 4 * tuning.start_cost_s)
+    except (ProgramGone, LeverFailed) as error:
+        if lineup.parts:
+            lineup.failed(f"the program does not survive it: {why_gone(error)}" if isinstance(error, ProgramGone) else why_gone(error))
+            tuning.note(lineup.name, "processes", None, why_gone(error), start_s)
+        return None
+
+
+def _take_turns(tuning: Tuning, plain: Trial, racing: list[tuple[Lineup, Entrant]]) -> None:
+    arena, start_s = tuning.arena, seconds()
+    tuning.watcher.stage("race", f"{len(racing)} programs take turns with the plain one")
+    names = {id(entrant): lineup.name for lineup, entrant in racing}
+    left_s = tuning.explore_until_s - seconds()
+    kept_s = tuning.start_cost_s + 20 * arena.block_s  # for taking winners away again
+    until_s = seconds() + min(max(RACE_ROUNDS * arena.block_s * (len(racing) + 1), 15.0), max(left_s - kept_s, 0.6 * left_s))
+    verdicts = arena.processes(plain, [e for _, e in racing], until_s, heard=lambda e, r: tuning.watcher.contest(names[id(e)], r))
+    twin = next((verdicts[at] for at, (lineup, _) in enumerate(racing) if not lineup.parts), None)
+    if isinstance(twin, Ratio):
+        tuning.session.noise_floor, tuning.floor = twin, max(0.01, abs(math.log(twin.median)))
+        # Two processes of one program differ by luck. The mean of both plain ones is a fairer measure than either.
+        luck = math.sqrt(twin.median)
+        verdicts = {at: v.against(luck) if isinstance(v, Ratio) and v is not twin else v for at, v in verdicts.items()}
+    for at in sorted(verdicts, key=lambda at: len(racing[at][0].parts)):  # what is together is judged beside what was alone
+        verdict, lineup = verdicts[at], racing[at][0]
+        if isinstance(verdict, str):
+            lineup.failed(f"the program does not survive it: {verdict}")
+            tuning.note(lineup.name, "processes", None, verdict, start_s)
+        else:
+            lineup.measured(verdict)
+            tuning.note(lineup.name, "processes", verdict, "", start_s)
+    if plain is not tuning.observed:
+        arena.dismiss(plain)
+    tuning.save()

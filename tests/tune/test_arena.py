@@ -1,0 +1,81 @@
+"""Programs that meet: at the same tick, so that with one seed they do the same work."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from flatout.launch.command import understand
+from flatout.measure.clock import seconds
+from flatout.plan.folder import JobFolder
+from flatout.plan.plan import Plan
+from flatout.plan.records import Ratio
+from flatout.probe.machine import look
+from flatout.tune.arena import Arena
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(120)
+
+# Each step says how much work it does, drawn anew for every step, as episodes and sentences are.
+PROGRAM = """
+import os, random, sys, torch
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+random.seed(0)
+work = os.open(f"{sys.argv[1]}.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+for step in range(%d):
+    length = random.randint(1, 40)
+    loss = sum(model(torch.ones(8, 64)).square().mean() for _ in range(length))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    os.write(work, b"%%d " %% length)
+"""
+
+
+@pytest.fixture
+def arena(tmp_path, monkeypatch):
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")  # what is written there is sheltered; what lies beside it is not
+    made = []
+
+    def make(steps: int = 10**9) -> Arena:
+        (tmp_path / "project" / "train.py").write_text(PROGRAM % steps)
+        made.append(Arena(understand([sys.executable, "train.py", str(tmp_path / "work")]), JobFolder(tmp_path / "job").make(), look()))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_program_that_is_behind_catches_up_before_it_is_measured(arena, tmp_path):
+    ring = arena()
+    plain, tuned, third = (ring.enter(Plan(), 0, 60.0) for _ in range(3))
+    ring.tick_ms = max(plain.trial.ready["tick_ms"], 1.0)
+    plain.trial.go(17, seconds() + 60)
+    assert plain.trial.ticks_done > tuned.trial.ticks_done
+    rounds = ring.pair(plain.trial, tuned.trial, 2, seconds() + 60)
+    assert len(rounds) == 2
+    assert plain.trial.ticks_done == tuned.trial.ticks_done
+    verdicts = ring.processes(plain.trial, [tuned, third], seconds() + 2.0)
+    assert all(isinstance(verdict, Ratio) for verdict in verdicts.values())
+    assert plain.trial.ticks_done == tuned.trial.ticks_done == third.trial.ticks_done
+    ticks = plain.trial.ticks_done
+    for entrant in (plain, tuned, third):
+        entrant.trial.finish()
+    # The same tick is the same work, counted by the program itself.
+    work = [[int(word) for word in path.read_text().split()] for path in tmp_path.glob("work.*")]
+    assert len(work) == 3
+    assert len({tuple(lengths[:ticks]) for lengths in work}) == 1
+    assert len(set(work[0][:ticks])) > 5
+
+
+def test_a_race_whose_plain_program_ends_keeps_what_was_measured(arena):
+    ring = arena(steps=400)
+    plain, tuned = (ring.enter(Plan(), 0, 60.0) for _ in range(2))
+    ring.tick_ms = max(plain.trial.ready["tick_ms"], 5.0)
+    verdicts = ring.processes(plain.trial, [tuned], seconds() + 60)
+    assert isinstance(verdicts[0], Ratio)
+    assert 1 <= verdicts[0].n <= 6
