@@ -60,6 +60,8 @@ def _take_away(tuning: Tuning, together: Trial, winners: list[Candidate]) -> lis
             ratio = arena.live(together, off, on, seconds() + min(LONGEST_LIVE_S, left_s / (len(live) - at)),
                                heard=lambda r, name=name: tuning.watcher.contest(f"{name}, beside the others", r))  # type: ignore[misc]
         except (LeverFailed, ProgramGone) as error:
+            if isinstance(error, ProgramGone) and error.record.status == "ended":
+                break  # a short program; nothing speaks against what is left
             candidate.reject(f"it fails together with the others: {why_gone(error)}")
             kept.remove(candidate)
             if isinstance(error, ProgramGone):
