@@ -24,7 +24,7 @@ FEWEST_BATCHES = 4  # a loader shorter than this would only pay for starting wor
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not scene.steps:  # before the first loader is made nothing can be seen; the rule looks at each one
+    if not scene.backwards:  # before the first loader is made nothing can be seen; the rule looks at each one
         return Options(({},))
     if not scene.loaders:
         return Skip("the script prepares its batches itself, without a DataLoader")

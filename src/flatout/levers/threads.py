@@ -21,7 +21,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     if "OMP_NUM_THREADS" in facts.environment:
         return Skip(f"the environment asks for OMP_NUM_THREADS={facts.environment['OMP_NUM_THREADS']}")
     now = scene.torch.get_num_threads()
-    if scene.steps and now != scene.threads_at_import:
+    if scene.backwards and now != scene.threads_at_import:
         return Skip(f"the script itself chose {now} threads")
     if now < 2:
         return Skip("one thread is used already")

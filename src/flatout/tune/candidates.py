@@ -14,7 +14,9 @@ from flatout.plan.words import Effect, Origin, Status
 
 WORTH_COMBINING = 1.01
 HARMLESS = 0.97  # the low end of a winner's interval
-PLAINLY_FASTER = 1.05  # or a median like this, over at least three rounds: confirmation will tell
+PLAINLY_FASTER = 1.05  # or a median like this: confirmation will tell
+TOO_FEW = 3  # rounds, for an interval to mean anything: where a step takes seconds there is only the median
+FASTER_BY_FEW = 1.02
 
 NO_TIME = "there was no time left to measure it"
 
@@ -50,7 +52,7 @@ class Candidate:
             self.value, self.ratio, self.how = value, ratio, how
         best = self.ratio
         faster = best.median >= WORTH_COMBINING and best.low >= HARMLESS
-        self.won = faster or (best.median >= PLAINLY_FASTER and best.n >= 3)
+        self.won = faster or best.median >= (PLAINLY_FASTER if best.n >= TOO_FEW else FASTER_BY_FEW)
         if self.won:
             self.status, self.reason = Status.SKIPPED, "won alone; the search ended before it was confirmed"
         else:

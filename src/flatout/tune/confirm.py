@@ -91,7 +91,7 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, A
     plan, session, start_s = plan_of(tuned), tuning.session, seconds()
     pairs: list[list[Round]] = []
     records: list[tuple[TrialRecord, TrialRecord]] = []
-    while _time_for_another(tuning, len(pairs)):
+    while _time_for_another(tuning, pairs):
         pair_start_s = seconds()
         tuning.watcher.stage("confirming", f"pair {len(pairs) + 1}: {plan.describe()} against the plain program, fresh processes")
         try:
@@ -127,10 +127,14 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, A
     return True
 
 
-def _time_for_another(tuning: Tuning, done: int) -> bool:
-    """Three pairs, for which the budget may be overrun a little; more, up to six, where it has time left."""
-    allowed_s = tuning.end_s - seconds() + (OVERRUN * tuning.goal.budget_s if done < PAIRS else 0.0)
-    return done == 0 or (done < 2 * PAIRS and allowed_s > tuning.pair_s)
+def _time_for_another(tuning: Tuning, pairs: list[list[Round]]) -> bool:
+    """Three pairs, and more where they cannot decide, for which the budget may be overrun a little; up to six where it has time left."""
+    if not pairs:
+        return True
+    ratio = compare(pairs)
+    needed = len(pairs) < PAIRS or ratio.low <= 1.0 < ratio.median
+    allowed_s = tuning.end_s - seconds() + (OVERRUN * tuning.goal.budget_s if needed else 0.0)
+    return len(pairs) < 2 * PAIRS and allowed_s > tuning.pair_s
 
 
 def _refuse(tuned: Sequence[Candidate], reason: str) -> bool:

@@ -23,7 +23,10 @@ def live_race(tuning: Tuning) -> None:
     """
     arena = tuning.arena
     if arena.unit != "step":
-        return  # inside a closure nothing may be switched
+        for candidate in tuning.candidates.values():
+            if candidate.open and candidate.lever.live and candidate.lever.moment is not Moment.IMPORT:
+                candidate.reason = "a step of this program is a closure that lasts seconds; inside it nothing can be switched"
+        return
     todo = [c for c in tuning.candidates.values() if c.open and c.lever.live]
     todo = recall(sorted(todo, key=lambda c: (c.lever.warms_up, MOST_PROMISING.index(c.lever.moment))), tuning.session.contests)
     left_s = max(0.0, tuning.explore_until_s - seconds())
