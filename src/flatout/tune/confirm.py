@@ -77,7 +77,7 @@ def settle(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, Any
     if exact and len(exact) < len(tuned):
         attempts.append((exact, None))
     for at, (attempt, answer) in enumerate(attempts):
-        if not attempt or (at and tuning.end_s - seconds() < 2 * tuning.pair_s):
+        if not attempt or (at and _allowed_s(tuning, overrun=True) < FEWEST_PAIRS * tuning.pair_s):
             continue
         if _confirm(tuning, attempt, answer):
             for candidate in tuned:
@@ -103,9 +103,11 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, A
         pairs.append(rounds)
         records.append((plain_record, tuned_record))
         tuning.watcher.contest(plan.describe(), compare(pairs), f"pair {len(pairs)}")
+        if len(pairs) == FEWEST_PAIRS and _judged(tuning, tuned, records, replica_answer).verdict == "failed":
+            break  # the rest of the time is for what is exact
     ratio = compare(pairs)
     tuning.note(plan.describe(), "fresh pairs", ratio, "", start_s)
-    session.guard = judge(widest(tuned), [p for p, _ in records], [t for _, t in records], replica_answer, tuning.first_plain)
+    session.guard = _judged(tuning, tuned, records, replica_answer)
     _fill(session.baseline, Plan(), [p for p, _ in records], [r.a_ms for pair in pairs for r in pair])
     _fill(session.best, plan, [t for _, t in records], [r.b_ms for pair in pairs for r in pair])
     session.payback_steps = _payback(session.baseline, session.best, any(c.lever.warms_up for c in tuned))
@@ -133,8 +135,16 @@ def _time_for_another(tuning: Tuning, pairs: list[list[Round]]) -> bool:
         return True
     ratio = compare(pairs)
     needed = len(pairs) < PAIRS or ratio.low <= 1.0 < ratio.median
-    allowed_s = tuning.end_s - seconds() + (OVERRUN * tuning.goal.budget_s if needed else 0.0)
-    return len(pairs) < 2 * PAIRS and allowed_s > tuning.pair_s
+    return len(pairs) < 2 * PAIRS and _allowed_s(tuning, overrun=needed) > tuning.pair_s
+
+
+def _allowed_s(tuning: Tuning, overrun: bool) -> float:
+    return tuning.end_s - seconds() + (OVERRUN * tuning.goal.budget_s if overrun else 0.0)
+
+
+def _judged(tuning: Tuning, tuned: Sequence[Candidate], records: Sequence[tuple[TrialRecord, TrialRecord]],
+            replica_answer: dict[str, Any] | None) -> GuardRecord:
+    return judge(widest(tuned), [plain for plain, _ in records], [other for _, other in records], replica_answer, tuning.first_plain)
 
 
 def _refuse(tuned: Sequence[Candidate], reason: str) -> bool:
