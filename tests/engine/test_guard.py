@@ -153,6 +153,30 @@ def test_in_a_smooth_network_the_first_losses_must_be_explained_by_the_gradient(
     assert judge(Effect.ROUNDING, seeds(), small, kinks).verdict == "equivalent"
 
 
+def chaotic(start: float, growth: float = 30.0) -> Callable[[int, float], float]:
+    """Rounding that becomes a tenth of the loss within four steps, as a large step on a young network makes of it."""
+    return lambda t, x: x + 0.3 * math.tanh(start * growth**t / 0.3) * math.sin(37 * t)
+
+
+def test_chaos_from_the_start_is_measured_by_the_shaken_program():
+    kinks, tuned = {**smooth(1e-7), "smooth": False}, seeds(chaotic(3e-7))
+    assert names(judge(Effect.ROUNDING, seeds(), tuned, kinks), passed=False) == {"start"}
+    shaken = seeds(chaotic(1e-7))[:2]
+    found = judge(Effect.ROUNDING, seeds(), tuned, kinks, shaken=shaken)
+    assert found.verdict == "equivalent"
+    assert "one rounding" in next(check.why for check in found.checks if check.name == "start")
+    # A program that carries rounding no further, or not so fast, excuses nothing.
+    for calm in (seeds(), seeds(lambda t, x: x + 1e-7 * 1.2**t), seeds(chaotic(1e-7, growth=4.0))):
+        assert names(judge(Effect.ROUNDING, seeds(), tuned, kinks, shaken=calm[:2]), passed=False) == {"start"}
+
+
+@pytest.mark.parametrize("change", [lambda t, x: x * 64 / 63, lambda t, x: 0.9 * x + 0.23, lambda t, x: x + 0.02 * t])
+def test_chaos_excuses_nothing_that_is_there_at_once(change):
+    kinks = {**smooth(1e-7), "smooth": False}
+    found = judge(Effect.ROUNDING, seeds(), seeds(change), kinks, shaken=seeds(chaotic(1e-7))[:2])
+    assert "start" in names(found, passed=False)
+
+
 def test_chaos_after_the_start_is_measured_by_the_seeds():
     def late(t: int, x: float) -> float:
         return x + (0.1 * math.sin(37 * t) if t > 12 else 0.0)

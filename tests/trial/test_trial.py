@@ -381,3 +381,26 @@ def test_a_timeout_keeps_the_steps_there_were(measure, script, tiny):
     assert 5 < record["steps"] < 1000
     assert len(record["losses"]) >= record["steps"]
     assert f"--timeout left time for {record['steps']} of 100000 steps" in done.err
+
+
+def test_a_shaken_program_starts_like_the_plain_one_and_leaves_it_after_the_first_step(flatout, script, tiny, tmp_path, monkeypatch):
+    from flatout.launch.command import understand
+    from flatout.measure.clock import seconds
+    from flatout.plan.folder import TrialFolder
+    from flatout.plan.plan import Plan
+    from flatout.probe.machine import look
+    from flatout.trial.parent import Trial
+    from flatout.trial.parent import measure as run
+
+    script(tiny)
+    monkeypatch.chdir(flatout.folder)
+    losses = []
+    for at, shake in enumerate((0.0, 2.0**-21, 2.0**-21)):
+        (tmp_path / str(at)).mkdir()
+        with Trial(understand(("python", "train.py")), TrialFolder(tmp_path / str(at)), Plan(), look(), shake=shake) as trial:
+            losses.append([float.fromhex(x) for x in run(trial, 4, seconds() + 60).losses[:8]])
+    plain, shaken, again = losses
+    assert shaken == again
+    assert shaken[0] == plain[0]
+    assert shaken != plain
+    assert all(abs(a - b) < 1e-3 * abs(b) for a, b in zip(shaken, plain, strict=True))

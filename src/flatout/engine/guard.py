@@ -28,14 +28,18 @@ START_STEPS = 8  # after these a sound lever's rounding may have been amplified,
 START_LIMIT = 0.04
 ROUNDING_GROWTH = 30.0  # in a smooth network the first losses moved by up to 3 times the error of the gradient
 LOSS_RESOLUTION = 2.0**-20  # float32 sums a loss to about 2^-22
+SHAKE = 2.0**-21  # of every weight: four units in float32's last place, about what the operations of one step round away together
+SHAKEN_GROWTH = 10.0  # Sound: up to 5 times (channels_last, ResNet-18 with a large step)
 
 
 def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: dict[str, Any] | None = None,
-          again: TrialRecord | None = None) -> GuardRecord:
+          again: TrialRecord | None = None, shaken: Sequence[TrialRecord] = ()) -> GuardRecord:
     """Compare runs seed by seed: ``plain[i]`` and ``tuned[i]`` had the same seed.
 
     ``effect`` is the widest of the Plan's levers; ``replica`` is the answer of a step replica; ``again`` is a second
-    plain run with the first seed, which tells whether the script repeats itself. Raises ValueError on empty input.
+    plain run with the first seed, which tells whether the script repeats itself. ``shaken`` are plain runs whose weights
+    were moved in the last place after the first step (``SHAKE``): they tell how fast this program carries rounding.
+    Raises ValueError on empty input.
     """
     if not plain or len(plain) != len(tuned):
         raise ValueError("the guard needs as many tuned runs as plain ones, and at least one")
@@ -56,7 +60,7 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
         if effect is Effect.RESAMPLED:
             checks += same_distribution(list(zip(plain, tuned, strict=True)))
         elif repeatable:
-            checks += _start(plain, tuned, replica or {})
+            checks += _start(plain, tuned, replica or {}, shaken)
         if replica is not None and "checks" in replica:
             checks += [GuardCheck(c["name"], c["passed"], c["why"], c["value"], c["limit"]) for c in replica["checks"]]
         checks.append(_curves_within_spread(curves))
@@ -127,7 +131,7 @@ def _same_batches(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) ->
     return [GuardCheck("batches", True, "every batch is bitwise the same")]
 
 
-def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: dict[str, Any]) -> list[GuardCheck]:
+def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: dict[str, Any], shaken: Sequence[TrialRecord]) -> list[GuardCheck]:
     """The losses of the first steps, pair by pair, beside the spread of the seeds at the same steps.
 
     In a smooth network they cannot differ by more than the gradient error that the replica has seen; where there are kinks
@@ -151,7 +155,30 @@ def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: 
     if replica.get("smooth") and error is not None:
         limit = min(limit, ROUNDING_GROWTH * error + LOSS_RESOLUTION * _rms([x for p in one for x in p]) / spread)
     value = distance / spread
+    if value > limit and shaken:
+        return [_carried(plain, tuned, shaken, length, value, scale)]
     return [GuardCheck("start", value <= limit, f"the losses of the first {START_STEPS} steps differ by {value:.2g} of {scale}", value, limit)]
+
+
+def _carried(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], shaken: Sequence[TrialRecord], length: int, value: float, scale: str) -> GuardCheck:
+    """Whether the first losses leave the plain ones no faster than those of the plain program shaken in the last place, step by step.
+
+    A large step on a young network makes of one rounding a tenth of the loss within three steps. What a lever breaks is
+    there at once; what it rounds grows as rounding does.
+    """
+    seeds = {p.seed: p for p in plain}
+    mine = _growth([_aligned(p, t) for p, t in zip(plain, tuned, strict=True)], length)
+    rounding = _growth([_aligned(seeds[s.seed], s) for s in shaken if s.seed in seeds], length)
+    unit = max((abs(float.fromhex(x)) for p in plain for x in p.losses[:length]), default=1.0)
+    worst = max((m / (r + LOSS_RESOLUTION * unit) for m, r in zip(mine, rounding, strict=False)), default=math.inf)
+    why = (f"the losses of the first {START_STEPS} steps differ by {value:.2g} of {scale}; "
+           f"at no step by more than {worst:.2g} times what this program makes of one rounding")
+    return GuardCheck("start", worst <= SHAKEN_GROWTH, why, worst, SHAKEN_GROWTH)
+
+
+def _growth(curves: Sequence[tuple[list[float], list[float]]], length: int) -> list[float]:
+    """Root mean square distance up to each of the first losses, over all runs."""
+    return [_rms([y - x for p, t in curves for x, y in zip(p[:at], t[:at], strict=True)]) for at in range(1, length + 1)]
 
 
 def _curves_within_spread(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:

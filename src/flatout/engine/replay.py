@@ -40,7 +40,7 @@ class Replay:
         if double:
             _in_double(roots, optimizers, self.torch)
         if nudge:
-            _nudge(roots, nudge, self.torch)
+            shake([p for root in roots for p in root.parameters()], nudge, self.torch)
         undo, failure = self._apply(_Stage(self.scene, roots, optimizers), choices)
         played = Played(failure=failure)
         try:
@@ -134,10 +134,11 @@ def _in_double(roots: list[Any], optimizers: list[Any], torch: Any) -> None:
                     state[key] = held.double()
 
 
-def _nudge(roots: list[Any], share: float, torch: Any) -> None:
+def shake(parameters: Sequence[Any], share: float, torch: Any) -> None:
+    """Move every weight by up to this share of itself, each time by the same draws; the program's random state is not touched."""
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in (p for root in roots for p in root.parameters() if p.is_floating_point()):
+        for p in (p for p in parameters if p.is_floating_point()):
             p.mul_(1 + share * (2 * torch.rand(p.shape, generator=draw) - 1).to(p.device, p.dtype))
 
 

@@ -39,9 +39,9 @@ class Trial:
     """One run of the program. Use as a context manager: whatever happens, the process group is ended."""
 
     def __init__(self, command: Command, folder: TrialFolder, plan: Plan, facts: Facts, seed: int | None = 0, show: bool = False,
-                 reseed: bool = False, table: str = TABLE) -> None:
+                 reseed: bool = False, table: str = TABLE, shake: float = 0.0) -> None:
         self.command, self.folder, self.plan, self.facts, self.seed, self.show, self.reseed = command, folder, plan, facts, seed, show, reseed
-        self.table = table
+        self.table, self.shake = table, shake
         self.ready: dict[str, Any] = {}
         self.attached = False  # some process of the program has imported torch
         self.started_s = 0.0
@@ -65,7 +65,7 @@ class Trial:
             self._listener.bind(str(address))
             self._listener.listen(64)
             self._listener.settimeout(0)
-            spec = TrialSpec(str(self.folder.path.resolve()), str(address), self.plan, self.facts, self.seed, self.reseed, table=self.table)
+            spec = TrialSpec(str(self.folder.path.resolve()), str(address), self.plan, self.facts, self.seed, self.reseed, table=self.table, shake=self.shake)
             write_json(self.folder.spec, spec.to_json())
         except OSError as error:
             raise StorageError(f"cannot prepare a trial in {self.folder.path}: {error.strerror}") from None

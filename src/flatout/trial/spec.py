@@ -16,7 +16,10 @@ TABLE = "flatout.levers:TABLE"
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """``address`` is the socket on which the parent speaks; ``seed`` None leaves the program's randomness alone."""
+    """``address`` is the socket on which the parent speaks; ``seed`` None leaves the program's randomness alone.
+
+    ``shake`` moves every weight by up to this share of itself after the first step: how far does the program carry rounding?
+    """
 
     folder: str
     address: str
@@ -25,6 +28,7 @@ class TrialSpec:
     seed: int | None = 0
     reseed: bool = False  # add the seed to those that the program sets itself, so that another seed is another run
     entry: str = ENTRY
+    shake: float = 0.0
     shelter: bool = True
     table: str = TABLE  # "module:NAME" of the levers that a Plan's names stand for
 
@@ -34,7 +38,7 @@ class TrialSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrialSpec:
-        names = ("folder", "address", "seed", "reseed", "entry", "shelter", "table")
+        names = ("folder", "address", "seed", "reseed", "entry", "shake", "shelter", "table")
         return cls(**{n: data[n] for n in names}, plan=Plan.from_json(data["plan"]), facts=Facts.from_json(data["facts"]))
 
 

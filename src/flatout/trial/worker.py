@@ -29,6 +29,7 @@ from flatout.capture.scene import Scene
 from flatout.capture.shelter import Shelter
 from flatout.engine.applier import EARLY, LATE, Applier, Outcome
 from flatout.engine.draws import Draws
+from flatout.engine.replay import shake
 from flatout.engine.replica import StepReplica
 from flatout.measure.clock import HostClock, clock_for, seconds
 from flatout.measure.load import copies_that_fit, peak_bytes
@@ -197,6 +198,8 @@ class Worker(Listener):
     def _first_step_done(self) -> None:
         """The Scene is known: the levers that need it act now."""
         self.late_done = True
+        if self.spec.shake:
+            shake(self.scene.parameters, self.spec.shake, self.torch)
         self.applier.start(self.spec.plan, LATE)
         if any(o.applied and self.applier.table[o.choice.name].warms_up for o in self.applier.outcomes):
             self.fewest_ticks = TICKS_OF_A_COMPILER

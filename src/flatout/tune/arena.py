@@ -51,9 +51,9 @@ class Arena:
 
     # -- programs ---------------------------------------------------------------------------------------------------
 
-    def enter(self, plan: Plan, seed: int, patience_s: float) -> Entrant:
+    def enter(self, plan: Plan, seed: int, patience_s: float, shake: float = 0.0) -> Entrant:
         """Start a program and bring it to its steady state; it is held when this returns. Raises ProgramGone."""
-        trial = Trial(self.command, self.job.new_trial(), plan, self.facts, seed, reseed=True)
+        trial = Trial(self.command, self.job.new_trial(), plan, self.facts, seed, reseed=True, shake=shake)
         self.running.append(trial)
         start = seconds()
         try:

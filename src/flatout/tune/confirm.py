@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.engine.guard import judge
+from flatout.engine.guard import SHAKE, START_STEPS, judge
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round, compare, median
 from flatout.plan.plan import Choice, Plan
@@ -144,7 +144,26 @@ def _allowed_s(tuning: Tuning, overrun: bool) -> float:
 
 def _judged(tuning: Tuning, tuned: Sequence[Candidate], records: Sequence[tuple[TrialRecord, TrialRecord]],
             replica_answer: dict[str, Any] | None) -> GuardRecord:
-    return judge(widest(tuned), [plain for plain, _ in records], [other for _, other in records], replica_answer, tuning.first_plain)
+    plain, others = [plain for plain, _ in records], [other for _, other in records]
+    found = judge(widest(tuned), plain, others, replica_answer, tuning.first_plain, tuning.shaken)
+    if not tuning.shaken and [check.name for check in found.checks if not check.passed] == ["start"]:
+        tuning.watcher.stage("guard", "the plain program, shaken in the last place of its weights: how far does it carry rounding?")
+        tuning.shaken = _shaken(tuning, [record.seed or 0 for record in plain[:FEWEST_PAIRS]])
+        found = judge(widest(tuned), plain, others, replica_answer, tuning.first_plain, tuning.shaken)
+    return found
+
+
+def _shaken(tuning: Tuning, seeds: Sequence[int]) -> list[TrialRecord]:
+    records = []
+    for seed in seeds:
+        try:
+            trial = tuning.enter(Plan(), seed, shake=SHAKE).trial
+            trial.go(START_STEPS, seconds() + 60 + 100 * tuning.arena.tick_ms * START_STEPS / 1000)
+            records.append(trial.finish())
+            tuning.arena.dismiss(trial)
+        except (ProgramGone, LeverFailed):
+            return []
+    return records
 
 
 def _refuse(tuned: Sequence[Candidate], reason: str) -> bool:

@@ -62,6 +62,7 @@ class Tuning:
         self.copies = 9  # of the program that fit into memory at once
         self.observed: Trial | None = None
         self.first_plain: TrialRecord | None = None
+        self.shaken: list[TrialRecord] = []
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -89,9 +90,9 @@ class Tuning:
 
     # -- programs and records ---------------------------------------------------------------------------------------
 
-    def enter(self, plan: Plan, seed: int = 0, patience_s: float | None = None) -> Entrant:
+    def enter(self, plan: Plan, seed: int = 0, patience_s: float | None = None, shake: float = 0.0) -> Entrant:
         """A program under a plan, ready and held. Raises ProgramGone, or LeverFailed where a lever could not be applied."""
-        entrant = self.arena.enter(plan, seed, patience_s or 120 + 4 * self.start_cost_s)
+        entrant = self.arena.enter(plan, seed, patience_s or 120 + 4 * self.start_cost_s, shake)
         for left in entrant.trial.ready.get("skipped", ()):
             self.arena.dismiss(entrant.trial)
             raise LeverFailed(left["name"], left["reason"])
