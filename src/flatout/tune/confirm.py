@@ -158,7 +158,8 @@ def _shaken(tuning: Tuning, seeds: Sequence[int]) -> list[TrialRecord]:
     for seed in seeds:
         try:
             trial = tuning.enter(Plan(), seed, shake=SHAKE).trial
-            trial.go(START_STEPS, seconds() + 60 + 100 * tuning.arena.tick_ms * START_STEPS / 1000)
+            if trial.ticks_done < START_STEPS:
+                trial.go(START_STEPS - trial.ticks_done, seconds() + 60 + 100 * tuning.arena.tick_ms * START_STEPS / 1000)
             records.append(trial.finish())
             tuning.arena.dismiss(trial)
         except (ProgramGone, LeverFailed):
