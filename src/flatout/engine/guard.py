@@ -1,8 +1,9 @@
 """The guard's verdict: do these records show the same training? Pure functions over records; nothing is run here.
 
     EXACT      losses and weights are those of the plain run with the same seed, bit for bit
-    ROUNDING   the step replica holds (flatout.engine.replica), the first losses are those of the plain run up to rounding,
-               and the loss curves stay within the spread of the script's own runs with other seeds
+    ROUNDING   the step replica holds (flatout.engine.replica), the first losses are those of the plain run up to rounding
+               (or leave them no faster than those of the plain program with its weights shaken in the last place), and the
+               loss curves stay within the spread of the script's own runs with other seeds
     RESAMPLED  the batches come from the same distribution (flatout.engine.distribution), and the loss curves stay within
                that spread
 
