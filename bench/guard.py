@@ -28,7 +28,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]]
 
 from guard_levers import BAD, TABLE
 
-from flatout.engine.guard import SHAKE, judge
+from flatout.engine.guard import SHAKE, judge, wants_shaken
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.plan.facts import Facts
@@ -138,7 +138,7 @@ def verdict_of(bed: Bed, lever: Lever, seen: dict[str, Any]) -> GuardRecord | st
             if first.verdict == "failed":
                 return first
     found = judge(effect, plain, tuned, replica, again)
-    if [check.name for check in found.checks if not check.passed] == ["start"]:  # as the tuner does
+    if wants_shaken(found):
         shaken = [bed.record(f"shaken-{seed}", Plan(), seed, SHAKE) for seed in SEEDS[:2]]
         found = judge(effect, plain, tuned, replica, again, shaken)
     return found

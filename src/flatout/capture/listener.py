@@ -46,7 +46,8 @@ class Guarded(Listener):
             try:
                 hear(*args)
             except Exception as error:
-                self.__dict__.update({name: getattr(Listener(), name) for name in EVENTS})
+                for name in EVENTS:  # what is left is the class's, which does nothing
+                    self.__dict__.pop(name, None)
                 self._listener.broke(error)
 
         return hear_or_leave

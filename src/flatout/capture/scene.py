@@ -60,7 +60,6 @@ class Scene:
         self._discovery: list[Any] = []
         self._filter: Any = None
         self._root_hooks: dict[int, list[Any]] = {}
-        self.forward_wrappers: dict[int, int] = {}
         self.asleep = False
 
     # -- what was found ---------------------------------------------------------------------------------------------

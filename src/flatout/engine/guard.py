@@ -84,6 +84,11 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
     return record
 
 
+def wants_shaken(found: GuardRecord) -> bool:
+    """Whether nothing but the first losses speaks against the levers: shaken runs of the plain program can tell what they mean."""
+    return [check.name for check in found.checks if not check.passed] == ["start"]
+
+
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.engine.guard import SHAKE, START_STEPS, judge
+from flatout.engine.guard import SHAKE, START_STEPS, judge, wants_shaken
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round, compare, median
 from flatout.plan.plan import Choice, Plan
@@ -146,7 +146,7 @@ def _judged(tuning: Tuning, tuned: Sequence[Candidate], records: Sequence[tuple[
             replica_answer: dict[str, Any] | None) -> GuardRecord:
     plain, others = [plain for plain, _ in records], [other for _, other in records]
     found = judge(widest(tuned), plain, others, replica_answer, tuning.first_plain, tuning.shaken)
-    if not tuning.shaken and [check.name for check in found.checks if not check.passed] == ["start"]:
+    if not tuning.shaken and wants_shaken(found):
         tuning.watcher.stage("guard", "the plain program, shaken in the last place of its weights: how far does it carry rounding?")
         tuning.shaken = _shaken(tuning, [record.seed or 0 for record in plain[:FEWEST_PAIRS]])
         found = judge(widest(tuned), plain, others, replica_answer, tuning.first_plain, tuning.shaken)
@@ -154,16 +154,19 @@ def _judged(tuning: Tuning, tuned: Sequence[Candidate], records: Sequence[tuple[
 
 
 def _shaken(tuning: Tuning, seeds: Sequence[int]) -> list[TrialRecord]:
+    """Plain runs that were shaken, long enough for the first losses; none where one of them does not come through."""
     records = []
-    for seed in seeds:
-        try:
+    try:
+        for seed in seeds:
             trial = tuning.enter(Plan(), seed, shake=SHAKE).trial
-            if trial.ticks_done < START_STEPS:
-                trial.go(START_STEPS - trial.ticks_done, seconds() + 60 + 100 * tuning.arena.tick_ms * START_STEPS / 1000)
-            records.append(trial.finish())
-            tuning.arena.dismiss(trial)
-        except (ProgramGone, LeverFailed):
-            return []
+            try:
+                if trial.ticks_done < START_STEPS:
+                    tuning.arena.run(trial, START_STEPS - trial.ticks_done)
+                records.append(trial.finish())
+            finally:
+                tuning.arena.dismiss(trial)
+    except (ProgramGone, LeverFailed):
+        return []
     return records
 
 
