@@ -154,12 +154,13 @@ def transparent_page(scripts: dict[str, dict[str, Any]]) -> str:
              f"{entry['plain']['exit_code']} / {entry['flatout']['exit_code']}" if entry.get("ended") and "plain" in entry else "-")
             for name, entry in scripts.items()]
     same = sum(entry["verdict"] == "same" for entry in scripts.values())
+    given = "; ".join(f"{name}: {' '.join(f'{key}={value}' for key, value in entry['env'].items())}" for name, entry in scripts.items() if entry["env"])
     return "\n".join([
         "# Public training scripts, attached and plain\n",
         "Baseline: the same script with seed 0 under a recorder that shares no code with flatout. The losses are compared bit for bit. Output is judged\n"
         "where a script ends by itself; scripts that print times differ from themselves there.\n",
         markdown_table(("script", "verdict", "losses", "ended", "standard output", "exit code plain / flatout"), rows),
-        f"\nThe same: {same} of {len(scripts)}."])
+        f"\nThe same: {same} of {len(scripts)}.", *([f"Environment on both sides: {given}."] if given else [])])
 
 
 def main() -> None:
@@ -193,7 +194,8 @@ def main() -> None:
             continue
         print(f"{name} ...", flush=True)
         if args.transparent:
-            found = {"made": stamp(facts), **transparency.compare(script["argv"], home / script["cwd"], script.get("env", {}), args.steps, limit_s)}
+            extra = script.get("env", {})
+            found = {"made": stamp(facts), "env": extra, **transparency.compare(script["argv"], home / script["cwd"], extra, args.steps, limit_s)}
             print(f"{name}: {found['verdict']}: {found['why']}; output: {found.get('output', '-')}", flush=True)
         else:
             found = measure_script(script, home, budget_s, facts, args.pairs, args.keep.resolve() if args.keep else None)

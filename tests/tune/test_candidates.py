@@ -63,6 +63,17 @@ def test_every_candidate_has_a_record_with_a_reason(ratio):
     assert (measured.record().low, measured.record().ratio, measured.record().high) == (ratio.low, ratio.median, ratio.high)
 
 
+@given(ratios, ratios)
+def test_programs_side_by_side_have_the_last_word_where_a_live_contest_could_not_tell(live, side_by_side):
+    one = candidate()
+    one.measured(1, live, "live")
+    unclear = one.undecided
+    assert unclear == (live.n >= 3 and live.high > 1.25 * live.low)
+    one.measured(1, side_by_side, "processes")
+    assert one.ratio == (side_by_side if unclear or side_by_side.median > live.median else live)
+    assert not (unclear and one.undecided)
+
+
 def test_a_candidate_without_a_value_has_no_choice():
     with pytest.raises(ValueError, match="no value of threads"):
         assert candidate().choice

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flatout.launch.command import understand
 from flatout.levers import TABLE
-from flatout.plan.records import Ratio
+from flatout.plan.folder import JobFolder
+from flatout.plan.records import Ratio, SessionRecord
 from flatout.plan.words import Effect, Status
+from flatout.probe.machine import look
 from flatout.tune.candidates import Candidate, plan_of
-from flatout.tune.race import Lineup
+from flatout.tune.race import Lineup, lineups
+from flatout.tune.tuning import Goal, Tuning
 
 LEVER = {lever.name: lever for lever in TABLE}
 
@@ -63,3 +69,21 @@ def test_a_pair_that_dies_rejects_neither(two):
     assert {one.status for one in two} == {Status.SKIPPED}
     Lineup(((loader, {"workers": 1}),)).failed("it crashed")
     assert (loader.status, loader.reason) == (Status.REJECTED, "it crashed")
+
+
+@pytest.fixture
+def tuning(tmp_path):
+    (tmp_path / "train.py").touch()
+    command = understand((sys.executable, str(tmp_path / "train.py")))
+    tuning = Tuning(command, JobFolder(tmp_path / "job").make(), look(), SessionRecord([], str(tmp_path), {}), Goal(60.0))
+    for name, values, effect in (("malloc", ("tcmalloc", "jemalloc"), Effect.EXACT), ("fused_optimizer", ("fused", "foreach"), Effect.ROUNDING),
+                                 ("gc_pause", (True,), Effect.EXACT), ("compile", ("default",), Effect.ROUNDING), ("debug_off", (True,), Effect.EXACT)):
+        tuning.candidates[name] = Candidate(LEVER[name], values, effect)
+    return tuning
+
+
+def test_what_no_live_contest_could_decide_meets_the_plain_program_side_by_side(tuning):
+    for name, value, median, spread in (("fused_optimizer", "foreach", 1.0, 0.5), ("gc_pause", True, 1.0, 0.02),
+                                        ("compile", "default", 1.0, 0.5), ("debug_off", True, 1.1, 0.5)):
+        tuning.candidates[name].measured(value, ratio(median, spread), "live")
+    assert [lineup.name for lineup in lineups(tuning)] == ["malloc=tcmalloc", "malloc=jemalloc", "A/A", "debug_off", "fused_optimizer=foreach"]

@@ -17,7 +17,9 @@ HARMLESS = 0.97  # the low end of a winner's interval
 PLAINLY_FASTER = 1.05  # or a median like this: confirmation will tell
 TOO_FEW = 3  # rounds, for an interval to mean anything: where a step takes seconds there is only the median
 FASTER_BY_FEW = 1.02
+UNDECIDED = 1.25  # high over low of a live contest that could not tell
 
+LIVE, PROCESSES = "live", "processes"  # how a ratio was measured
 NO_TIME = "there was no time left to measure it"
 
 
@@ -46,9 +48,14 @@ class Candidate:
         """Still to be measured."""
         return bool(self.values) and self.ratio is None and self.status is Status.SKIPPED
 
+    @property
+    def undecided(self) -> bool:
+        """A live contest compared blocks that were too unlike (episodes, sentences); programs side by side do the same work at the same tick."""
+        return self.how == LIVE and self.ratio is not None and self.ratio.n >= TOO_FEW and self.ratio.high > UNDECIDED * self.ratio.low
+
     def measured(self, value: Value, ratio: Ratio, how: str) -> None:
         """Note a ratio; the best value counts, and says whether the lever is worth combining."""
-        if self.ratio is None or ratio.median > self.ratio.median:
+        if self.ratio is None or ratio.median > self.ratio.median or (self.undecided and how != LIVE):
             self.value, self.ratio, self.how = value, ratio, how
         best = self.ratio
         faster = best.median >= WORTH_COMBINING and best.low >= HARMLESS
@@ -87,7 +94,7 @@ def consider(options: dict[str, Any], effects: frozenset[Effect], only: frozense
 
 def recall(todo: Iterable[Candidate], contests: Iterable[Contest]) -> list[Candidate]:
     """Take over what an interrupted session has measured; answer the candidates that still have something open."""
-    known = {c.plan: c for c in contests if c.against == "plain" and c.how in ("live", "processes")}
+    known = {c.plan: c for c in contests if c.against == "plain" and c.how in (LIVE, PROCESSES)}
     left = []
     for candidate in todo:
         values = []

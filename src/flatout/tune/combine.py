@@ -6,7 +6,7 @@ from flatout.measure.clock import seconds
 from flatout.plan.words import Effect, Moment
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.arena import LeverFailed
-from flatout.tune.candidates import Candidate, plan_of
+from flatout.tune.candidates import LIVE, PROCESSES, Candidate, plan_of
 from flatout.tune.tuning import LONGEST_LIVE_S, Tuning, why_gone
 
 WORTH_KEEPING = 1.003  # beside the others
@@ -23,7 +23,7 @@ def combine(tuning: Tuning) -> list[Candidate]:
     try:
         together = tuning.enter(plan)
     except (ProgramGone, LeverFailed) as error:
-        tuning.note(plan.describe(), "processes", None, why_gone(error), start_s)
+        tuning.note(plan.describe(), PROCESSES, None, why_gone(error), start_s)
         best = max(winners, key=lambda c: c.ratio.median if c.ratio else 0.0)
         for candidate in winners:
             if candidate is not best:
@@ -47,7 +47,7 @@ def _untried(tuning: Tuning) -> list[Candidate]:
 
 def _take_away(tuning: Tuning, together: Trial, winners: list[Candidate]) -> list[Candidate]:
     arena, kept = tuning.arena, list(winners)
-    live = [c for c in winners if c.lever.live and arena.unit == "step"]
+    live = [c for c in winners if c.lever.live and c.how == LIVE]  # what only processes could tell apart, no live contest can take away
     for at, candidate in enumerate(live):
         left_s = tuning.explore_until_s - seconds()
         if left_s < 6 * arena.block_s or len(kept) < 2:
@@ -68,7 +68,7 @@ def _take_away(tuning: Tuning, together: Trial, winners: list[Candidate]) -> lis
                 break
             continue
         whole = plan_of(kept).describe()
-        tuning.note(whole, "live", ratio, "taking away", start_s, against=f"the same without {name}")
+        tuning.note(whole, LIVE, ratio, "taking away", start_s, against=f"the same without {name}")
         if ratio.median < (WORTH_A_WARM_UP if candidate.lever.warms_up else WORTH_KEEPING):  # ties go to the smaller plan
             kept.remove(candidate)
             candidate.reject(f"beside the others it brings nothing: {ratio.sentence()}")

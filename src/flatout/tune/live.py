@@ -8,7 +8,7 @@ from flatout.plan.plan import Choice, Plan, spell
 from flatout.plan.words import Moment, Origin
 from flatout.trial.parent import ProgramGone
 from flatout.tune.arena import LeverFailed
-from flatout.tune.candidates import Candidate, recall
+from flatout.tune.candidates import LIVE, Candidate, recall
 from flatout.tune.race import least_race_s
 from flatout.tune.tuning import COMPILE_S, LONGEST_LIVE_S, Tuning, why_gone
 
@@ -80,10 +80,10 @@ def _live_contest(tuning: Tuning, candidate: Candidate, value: Value, until_s: f
             candidate.reason = "the program is too short to measure it"
             return _observed_again(tuning) and (again or _live_contest(tuning, candidate, value, max(until_s, seconds() + 2.0), again=True))
         candidate.reject(why_gone(error) if survives else f"the program does not survive it: {why_gone(error)}")
-        tuning.note(name, "live", None, candidate.reason, start_s)
+        tuning.note(name, LIVE, None, candidate.reason, start_s)
         if not survives:
             arena.dismiss(plain)
         return True
-    tuning.note(name, "live", ratio, "", start_s)
-    candidate.measured(value, ratio, "live")
+    tuning.note(name, LIVE, ratio, "", start_s)
+    candidate.measured(value, ratio, LIVE)
     return True

@@ -12,7 +12,7 @@ from flatout.plan.records import Ratio
 from flatout.plan.words import Moment, Origin
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.arena import Entrant, LeverFailed
-from flatout.tune.candidates import Candidate, recall
+from flatout.tune.candidates import PROCESSES, Candidate, recall
 from flatout.tune.tuning import Tuning, why_gone
 
 MOST_ENTRANTS = 8
@@ -39,10 +39,10 @@ class Lineup:
 
     def measured(self, ratio: Ratio) -> None:
         """A single lever is judged by it; of two together only a gain that neither brings alone is of interest."""
-        alone = max((c.ratio.median for c, _ in self.parts if c.ratio), default=0.0) if len(self.parts) > 1 else 0.0
+        alone = max(_median(c) for c, _ in self.parts) if len(self.parts) > 1 else 0.0
         if len(self.parts) == 1 or (ratio.median > alone and ratio.low > 1.0):
             for candidate, value in self.parts:
-                candidate.measured(value, ratio, "processes" if len(self.parts) == 1 else "processes, together")
+                candidate.measured(value, ratio, PROCESSES if len(self.parts) == 1 else f"{PROCESSES}, together")
 
     def failed(self, reason: str) -> None:
         for candidate, _ in self.parts if len(self.parts) == 1 else ():
@@ -55,7 +55,7 @@ def process_race(tuning: Tuning) -> None:
     arena = tuning.arena
     most = min(MOST_ENTRANTS, tuning.copies - BESIDE_THE_ENTRANTS)
     racing: list[tuple[Lineup, Entrant]] = []
-    for lineup in _lineups(tuning)[:max(0, most)]:
+    for lineup in lineups(tuning)[:max(0, most)]:
         if tuning.explore_until_s - seconds() < least_race_s(tuning, len(racing) + 1):
             break
         entrant = _start(tuning, lineup)
@@ -65,21 +65,27 @@ def process_race(tuning: Tuning) -> None:
         for candidate in tuning.candidates.values():
             if candidate.open and not candidate.lever.live:
                 candidate.reason = "too few programs like this one fit into memory at once to race it"
-    reference = _reference(tuning) if racing else None
+    reference = _reference(tuning, racing) if racing else None
     if reference is not None:
         _take_turns(tuning, reference, racing)
     for _, entrant in racing:
         arena.dismiss(entrant.trial)
 
 
-def _lineups(tuning: Tuning) -> list[Lineup]:
-    """The likeliest value of each lever first, A/A among the first, and what is only worth trying together."""
+def lineups(tuning: Tuning) -> list[Lineup]:
+    """The likeliest value of each lever first, A/A among the first, what is only worth trying together, and what no live contest could decide."""
     closed = tuning.arena.unit != "step"  # where nothing can be switched live, early levers race here
     levers = [c for c in tuning.candidates.values() if c.open and (not c.lever.live or (closed and c.lever.moment is Moment.IMPORT))]
     levers = recall(levers, tuning.session.contests)
+    unclear = sorted((c for c in tuning.candidates.values() if c.undecided and not c.lever.warms_up), key=lambda c: -_median(c))
     found = [Lineup(((c, v),)) for depth in range(VALUES_A_LEVER) for c in levers for v in c.values[depth:depth + 1]]
     early = [Lineup()] if tuning.session.noise_floor is None else []
-    return [*found[:2], *early, *_workers_with_cores_of_their_own(tuning), *found[2:]]
+    again = [Lineup(((c, c.choice.value),)) for c in unclear]
+    return [*found[:2], *early, *_workers_with_cores_of_their_own(tuning), *again, *found[2:]]
+
+
+def _median(candidate: Candidate) -> float:
+    return candidate.ratio.median if candidate.ratio else 0.0
 
 
 def _workers_with_cores_of_their_own(tuning: Tuning) -> list[Lineup]:
@@ -96,15 +102,24 @@ def least_race_s(tuning: Tuning, entrants: int) -> float:
     return 2 * tuning.start_cost_s + FEWEST_RACE_ROUNDS * tuning.arena.block_s * (entrants + 2)
 
 
-def _reference(tuning: Tuning) -> Trial | None:
-    """The plain program that the others race against: as young as they are. Episodes lengthen and caches fill as training goes on."""
+def _reference(tuning: Tuning, racing: list[tuple[Lineup, Entrant]]) -> Trial | None:
+    """The plain program that the others race against: as young as they are. Episodes lengthen and caches fill as training goes on.
+
+    Where there is no time to start one more, the second plain program of the race serves, and leaves ``racing``.
+    """
     old = tuning.observed if tuning.observed in tuning.arena.running else None
-    if old is not None and (old.ticks_done <= OLD_TICKS or tuning.explore_until_s - seconds() < 2 * tuning.start_cost_s):
+    if old is not None and old.ticks_done <= OLD_TICKS:
         return old
-    try:
-        return tuning.enter(Plan()).trial
-    except (ProgramGone, LeverFailed):
+    if old is None or tuning.explore_until_s - seconds() >= 2 * tuning.start_cost_s:
+        try:
+            return tuning.enter(Plan()).trial
+        except (ProgramGone, LeverFailed):
+            pass
+    twin = next((one for one in racing if not one[0].parts), None)
+    if twin is None or len(racing) < 2:
         return old
+    racing.remove(twin)
+    return twin[1].trial
 
 
 def _start(tuning: Tuning, lineup: Lineup) -> Entrant | None:
@@ -115,7 +130,7 @@ def _start(tuning: Tuning, lineup: Lineup) -> Entrant | None:
     except (ProgramGone, LeverFailed) as error:
         if lineup.parts:
             lineup.failed(f"the program does not survive it: {why_gone(error)}" if isinstance(error, ProgramGone) else why_gone(error))
-            tuning.note(lineup.name, "processes", None, why_gone(error), start_s)
+            tuning.note(lineup.name, PROCESSES, None, why_gone(error), start_s)
         return None
 
 
@@ -137,10 +152,10 @@ def _take_turns(tuning: Tuning, plain: Trial, racing: list[tuple[Lineup, Entrant
         verdict, lineup = verdicts[at], racing[at][0]
         if isinstance(verdict, str):
             lineup.failed(f"the program does not survive it: {verdict}")
-            tuning.note(lineup.name, "processes", None, verdict, start_s)
+            tuning.note(lineup.name, PROCESSES, None, verdict, start_s)
         else:
             lineup.measured(verdict)
-            tuning.note(lineup.name, "processes", verdict, "", start_s)
+            tuning.note(lineup.name, PROCESSES, verdict, "", start_s)
     if plain is not tuning.observed:
         arena.dismiss(plain)
     tuning.save()
