@@ -186,12 +186,12 @@ def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
             "sound": sum(not r["broken"] for r in judged), "false_rejects": sum(not r["broken"] and r["outcome"] == "rejected" for r in judged)}
 
 
-def page(rows: list[dict[str, Any]], spent_s: float) -> str:
+def page(rows: list[dict[str, Any]]) -> str:
     found = counts(rows)
     parts = ["# The guard's test bed\n",
              f"Broken levers accepted: **{found['false_accepts']} of {found['broken']}**. "
              f"Sound levers refused: **{found['false_rejects']} of {found['sound']}**.",
-             f"One case is a lever in a program; {len(SEEDS)} seeds each; {spent_s / 60:.0f} minutes in all.\n",
+             f"One case is a lever in a program; {len(SEEDS)} seeds each.\n",
              "*check* is the comparison that decided: the first that failed, else the one that came nearest to its limit. A p-value (distribution,",
              "shift, draws) must stay above its limit, every other value at or below it; a bitwise comparison has neither. A deviation rarer than",
              "the steps that were run is beyond any such test.\n"]
@@ -222,12 +222,12 @@ def main() -> int:
     unknown = [*(p for p in programs if p not in PROGRAMS), *(names - {lever.name for lever in TABLE})]
     if unknown:
         parser.error(f"not in the test bed: {', '.join(unknown)}")
-    made, facts, start = stamp(), look(), seconds()
+    made, facts = stamp(), look()
     with tempfile.TemporaryDirectory(prefix="flatout-guard-") as temporary:
         folder = args.records or Path(temporary)
         rows = rows_of([Bed(name, folder / name, facts) for name in programs], [lever for lever in TABLE if not names or lever.name in names])
     found = counts(rows)
-    text, data = write_result("guard", made, page(rows, seconds() - start), {"rows": rows, "counts": found, "seeds": SEEDS},
+    text, data = write_result("guard", made, page(rows), {"rows": rows, "counts": found, "seeds": SEEDS},
                               **({"folder": args.out} if args.out else {}))
     print(f"broken levers accepted: {found['false_accepts']} of {found['broken']}")
     print(f"sound levers refused: {found['false_rejects']} of {found['sound']}\n{text}\n{data}")

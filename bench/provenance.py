@@ -120,7 +120,8 @@ def read_result(theme: str, made: Mapping[str, Any], folder: Path = RESULTS) -> 
 
 
 def _hidden(extra: dict[str, str]) -> dict[str, str]:
-    known = {**extra, str(ROOT): ".", sys.prefix: "ENVIRONMENT", tempfile.gettempdir(): "TMP", str(Path.home()): "~"}
+    given = {word: "DIR" for word in sys.argv[1:] if Path(word).is_absolute()}
+    known = {**given, **extra, str(ROOT): ".", sys.prefix: "ENVIRONMENT", tempfile.gettempdir(): "TMP", str(Path.home()): "~"}
     both = {**known, **{os.path.realpath(path): word for path, word in known.items()}}
     return {path: both[path] for path in sorted(both, key=len, reverse=True) if len(path) > 3}
 

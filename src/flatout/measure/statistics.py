@@ -12,10 +12,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flatout.plan.records import Ratio
+from flatout.plan.records import CONFIDENCE, Ratio
 
 BOOTSTRAP_DRAWS = 800
-CONFIDENCE = 0.95
 OUTLIER_FACTOR = 6.0  # an evaluation or a checkpoint inside a block is not a step
 
 

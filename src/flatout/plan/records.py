@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 SESSION_SCHEMA = 1
+CONFIDENCE = 0.95  # of every interval
 PHASES = ("data", "copy", "forward", "backward", "optimizer", "other")
 
 
@@ -27,7 +28,7 @@ class Record:
 
 @dataclass
 class Ratio(Record):
-    """How many times faster B is than A, with an interval. ``n`` counts the pairs or blocks behind it."""
+    """How many times faster B is than A, with an interval of the level ``CONFIDENCE``. ``n`` counts the pairs or blocks behind it."""
 
     median: float
     low: float

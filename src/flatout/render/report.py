@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from flatout.plan.records import PHASES, Contest, GuardCheck, LeverRecord, SessionRecord
+from flatout.plan.records import CONFIDENCE, PHASES, Contest, GuardCheck, LeverRecord, SessionRecord
 from flatout.plan.words import Status
 from flatout.render import machine, pictures, story, wording
 from flatout.render.curves import loss_curves, remarks
@@ -45,7 +45,7 @@ def _environment() -> Environment:
     )
     style = Markup(environment.get_template("report.css").render())
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    environment.globals.update(style=style, style_digest=digest)
+    environment.globals.update(style=style, style_digest=digest, confidence=f"{CONFIDENCE:.0%}")
     return environment
 
 

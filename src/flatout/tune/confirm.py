@@ -17,7 +17,6 @@ from flatout.tune.arena import Entrant, LeverFailed, ask_replica
 from flatout.tune.candidates import Candidate, plan_of, widest
 from flatout.tune.tuning import COMPILE_S, PAIRS, Tuning, why_gone
 
-OVERRUN = 0.15  # of the budget, to finish the third pair
 FEWEST_PAIRS = 2  # where the clock leaves no time for three
 FLOOR_CAP = 0.02  # an unlucky A/A must not hide a gain that three pairs agree on
 START_NOISE = 0.25  # two starts of one program differ by this without any reason
@@ -28,6 +27,11 @@ def replica(tuning: Tuning, tuned: list[Candidate]) -> dict[str, Any] | None:
     checked = [c for c in tuned if c.effect is not Effect.EXACT and c.lever.live]
     plain = tuning.observed
     if not checked or tuning.arena.unit != "step":
+        return None
+    wanted_s = tuning.replica_s + FEWEST_PAIRS * tuning.pair_s
+    if len(checked) < len(tuned) and tuning.allowed_s(overrun=True) < wanted_s:  # what needs no check can still be confirmed
+        for candidate in checked:
+            candidate.reject(f"there was no time left to check its numerics and confirm it; give --budget {tuning.enough_m(wanted_s)}m")
         return None
     if plain is None or plain not in tuning.arena.running:
         try:
@@ -44,7 +48,7 @@ def replica(tuning: Tuning, tuned: list[Candidate]) -> dict[str, Any] | None:
     try:
         tuning.arena.switch(plain, ())
         answer, wrong = failing(checked)
-        if wrong and len(checked) > 1 and tuning.end_s - seconds() > PAIRS * tuning.pair_s:
+        if wrong and len(checked) > 1 and tuning.allowed_s() > PAIRS * tuning.pair_s:
             for candidate in checked:
                 _, alone = failing([candidate])
                 if alone:
@@ -77,7 +81,7 @@ def settle(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, Any
     if exact and len(exact) < len(tuned):
         attempts.append((exact, None))
     for at, (attempt, answer) in enumerate(attempts):
-        if not attempt or (at and _allowed_s(tuning, overrun=True) < FEWEST_PAIRS * tuning.pair_s):
+        if not attempt or (at and tuning.allowed_s(overrun=True) < FEWEST_PAIRS * tuning.pair_s):
             continue
         if _confirm(tuning, attempt, answer):
             for candidate in tuned:
@@ -112,8 +116,8 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, A
     _fill(session.best, plan, [t for _, t in records], [r.b_ms for pair in pairs for r in pair])
     session.payback_steps = _payback(session.baseline, session.best, any(c.lever.warms_up for c in tuned))
     if len(pairs) < FEWEST_PAIRS:
-        enough_m = math.ceil((tuning.spent_s + PAIRS * tuning.longest_pair_s) / 60)
-        return _refuse(tuned, f"one pair of processes ({ratio.sentence()}) confirms nothing, and there was no time for more; give --budget {enough_m}m")
+        more = f"give --budget {tuning.enough_m(PAIRS * tuning.longest_pair_s)}m"
+        return _refuse(tuned, f"one pair of processes ({ratio.sentence()}) confirms nothing, and there was no time for more; {more}")
     if session.guard.verdict == "failed":
         return _refuse(tuned, f"the guard: {session.guard.why}")
     if session.guard.verdict == "not checked":
@@ -135,11 +139,7 @@ def _time_for_another(tuning: Tuning, pairs: list[list[Round]]) -> bool:
         return True
     ratio = compare(pairs)
     needed = len(pairs) < PAIRS or ratio.low <= 1.0 < ratio.median
-    return len(pairs) < 2 * PAIRS and _allowed_s(tuning, overrun=needed) > tuning.pair_s
-
-
-def _allowed_s(tuning: Tuning, overrun: bool) -> float:
-    return tuning.end_s - seconds() + (OVERRUN * tuning.goal.budget_s if overrun else 0.0)
+    return len(pairs) < 2 * PAIRS and tuning.allowed_s(overrun=needed) > tuning.pair_s
 
 
 def _judged(tuning: Tuning, tuned: Sequence[Candidate], records: Sequence[tuple[TrialRecord, TrialRecord]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,10 +19,11 @@ from flatout.tune.candidates import Candidate
 
 PAIRS = 3
 ROUNDS_OF_A_PAIR = 6
-PAIR_S = 6.0  # a pair's blocks need not last longer than this
+PAIR_S = 6.0  # each side of a pair is measured so long, or for six rounds
 CONFIRM_SHARE = 0.6  # of the budget at most is kept back for confirming
 LONGEST_LIVE_S = 12.0  # of one live contest
 COMPILE_S = 75.0  # what a first compilation is given
+OVERRUN = 0.15  # of the budget, to finish the third pair
 REPLICA_TICKS = 10  # what the guard's replica of a step costs: four steps, one of them in double precision
 
 
@@ -76,8 +78,10 @@ class Tuning:
 
     @property
     def rounds(self) -> int:
-        """Rounds of one confirming pair."""
-        return max(2, min(ROUNDS_OF_A_PAIR, int(PAIR_S / max(self.arena.block_s, 0.1))))
+        """Rounds of one confirming pair: where starting it takes long, measuring may take as long, as far as the budget allows."""
+        starts_s = 2 * self.start_cost_s
+        fair_s = max(PAIR_S, min(starts_s, CONFIRM_SHARE * self.goal.budget_s / PAIRS - starts_s) / 2)
+        return max(2, min(ROUNDS_OF_A_PAIR, int(fair_s / max(self.arena.block_s, 0.1))))
 
     @property
     def pair_s(self) -> float:
@@ -85,8 +89,21 @@ class Tuning:
         return self.longest_pair_s or 2 * (self.start_cost_s + self.rounds * self.arena.block_s) * 1.05 + 1
 
     @property
+    def replica_s(self) -> float:
+        """What it costs to do one step again in float64."""
+        return REPLICA_TICKS * self.arena.tick_ms / 1000
+
+    @property
     def explore_until_s(self) -> float:
-        return self.end_s - min(PAIRS * self.pair_s + REPLICA_TICKS * self.arena.tick_ms / 1000, CONFIRM_SHARE * self.goal.budget_s)
+        return self.end_s - min(PAIRS * self.pair_s + self.replica_s, CONFIRM_SHARE * self.goal.budget_s)
+
+    def allowed_s(self, overrun: bool = False) -> float:
+        """What is left of the budget; with ``overrun`` a little more, so that what was begun can be finished."""
+        return self.end_s - seconds() + (OVERRUN * self.goal.budget_s if overrun else 0.0)
+
+    def enough_m(self, more_s: float) -> int:
+        """Whole minutes of a budget that would have been enough for so much more."""
+        return math.ceil((self.spent_s + more_s) / 60)
 
     # -- programs and records ---------------------------------------------------------------------------------------
 
