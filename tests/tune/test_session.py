@@ -105,6 +105,7 @@ def test_a_plan_that_cannot_lie_beside_the_script_is_in_the_job(job, command, tm
 @pytest.mark.parametrize(("speedup", "guard", "words"), [
     (Ratio(1.34, 1.2, 1.5, 6), "same", ["1.34x", "bitwise the same"]),
     (Ratio(1.34, 1.2, 1.5, 6), "equivalent", ["1.34x", "up to rounding"]),
+    (Ratio(1.12, 0.99, 1.3, 2), "same", ["probably 1.12x", "bitwise the same"]),
     (None, "same", ["plain program stays", "beyond the noise"]),
     (None, "failed", ["plain program stays", "refused", "the loss leaves"]),
 ])

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 SESSION_SCHEMA = 1
 CONFIDENCE = 0.95  # of every interval
+NOT_SLOWER = 0.98  # a plan whose median is a gain is kept where the low end of its interval is at least this
 PHASES = ("data", "copy", "forward", "backward", "optimizer", "other")
 
 
@@ -38,6 +39,11 @@ class Ratio(Record):
     def against(self, factor: float) -> Ratio:
         """The same B against something ``factor`` times faster than A."""
         return Ratio(self.median / factor, self.low / factor, self.high / factor, self.n)
+
+    @property
+    def certain(self) -> bool:
+        """The whole interval is a gain; otherwise it is a gain probably, and a loss of more than two percent hardly."""
+        return self.low > 1.0
 
     def sentence(self) -> str:
         return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f}, n={self.n})"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from flatout.plan.records import PHASES, GuardRecord, LeverRecord, SessionRecord, Side
+from flatout.plan.records import NOT_SLOWER, PHASES, GuardRecord, LeverRecord, SessionRecord, Side
 from flatout.plan.words import Status
 from flatout.render.wording import (
     NOTHING,
@@ -64,24 +64,26 @@ def outcome(session: SessionRecord) -> Outcome:
 
 
 def _gain(session: SessionRecord) -> float | None:
-    """The speed-up, if the whole of its interval is a speed-up."""
+    """The speed-up, where its median is one and its interval excludes a loss worth the name."""
     if session.speedup is None:
         return None
     median, low = drawable(session.speedup.median), drawable(session.speedup.low)
-    return median if median is not None and median > 1 and (low is None or low > 1) else None
+    return median if median is not None and median > 1 and (low is None or low >= NOT_SLOWER) else None
 
 
 def headline(session: SessionRecord) -> str:
     """The verdict in a few words: ``1.31 times as fast, same results``."""
     gain = _gain(session)
-    fast = f"{times(gain)[:-1]} times as fast, {RESULTS.get(session.guard.verdict, RESULTS['not checked'])}"
+    low = drawable(session.speedup.low) if session.speedup else None
+    likely = "probably " if low is not None and low <= 1 else ""
+    fast = f"{likely}{times(gain)[:-1]} times as fast, {RESULTS.get(session.guard.verdict, RESULTS['not checked'])}"
     match outcome(session):
         case Outcome.FAILED:
             return "The tuning failed"
         case Outcome.RUNNING:
             return f"Still tuning: so far {fast}" if gain else "Still tuning: nothing to report yet"
         case Outcome.FASTER | Outcome.CHANGED:
-            return fast
+            return fast[0].upper() + fast[1:]
         case _:
             return "No faster Plan found: the program is best run as it is"
 

@@ -10,7 +10,7 @@ from flatout.engine.guard import SHAKE, START_STEPS, judge, wants_shaken
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round, compare, median
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import GuardRecord, Ratio, Side, TrialRecord
+from flatout.plan.records import NOT_SLOWER, GuardRecord, Ratio, Side, TrialRecord
 from flatout.plan.words import Effect, Origin, Status
 from flatout.trial.parent import ProgramGone
 from flatout.tune.arena import Entrant, LeverFailed, ask_replica
@@ -122,7 +122,7 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, A
         return _refuse(tuned, f"the guard: {session.guard.why}")
     if session.guard.verdict == "not checked":
         return _refuse(tuned, f"not kept unproven: {session.guard.why}")
-    if ratio.low <= 1.0 or ratio.median <= 1 + min(tuning.floor, FLOOR_CAP):
+    if ratio.low < NOT_SLOWER or ratio.median <= 1 + min(tuning.floor, FLOOR_CAP):
         return _refuse(tuned, f"together {ratio.sentence()} in fresh processes: no gain that stands out from the noise")
     if not _repaid(tuning):
         return _refuse([c for c in tuned if c.lever.warms_up], f"its warm-up is repaid after {session.payback_steps} steps, beyond the horizon")
@@ -138,7 +138,7 @@ def _time_for_another(tuning: Tuning, pairs: list[list[Round]]) -> bool:
     if not pairs:
         return True
     ratio = compare(pairs)
-    needed = len(pairs) < PAIRS or ratio.low <= 1.0 < ratio.median
+    needed = len(pairs) < PAIRS or (not ratio.certain and ratio.median > 1.0)
     return len(pairs) < 2 * PAIRS and tuning.allowed_s(overrun=needed) > tuning.pair_s
 
 

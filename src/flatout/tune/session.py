@@ -110,7 +110,8 @@ def write_plan(job: JobFolder, session: SessionRecord, command: Command, beside:
 def verdict(session: SessionRecord) -> str:
     """The session in one sentence."""
     if session.speedup is not None:
-        return f"{session.speedup.sentence()} as fast, {SAME.get(session.guard.verdict, 'results not compared')}"
+        likely = "" if session.speedup.certain else "probably "
+        return f"{likely}{session.speedup.sentence()} as fast, {SAME.get(session.guard.verdict, 'results not compared')}"
     failed = session.guard.verdict == "failed"
     why = f"the faster plan was refused: {session.guard.why}" if failed else "nothing was faster beyond the noise"
     return f"the plain program stays: {why}"
