@@ -22,6 +22,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -40,9 +42,14 @@ GOAL_US, GOAL_SHARE, GOAL_START_S = 20.0, 0.01, 0.15
 DRAWS = 2000
 
 
-def attached_environment(facts: Facts) -> dict[str, str]:
-    """The very environment that `flatout run` gives a program under an empty plan (`run` itself skips attaching for one)."""
-    return run_environment(Plan(), facts)
+@contextmanager
+def attached_environment(facts: Facts) -> Iterator[dict[str, str]]:
+    """The very environment that `flatout run` gives one program under an empty plan (`run` itself skips attaching for one)."""
+    environment = run_environment(Plan(), facts)
+    try:
+        yield environment
+    finally:
+        shutil.rmtree(Path(environment["FLATOUT_JOB"]).parent, ignore_errors=True)
 
 
 def run_loop(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
@@ -61,9 +68,12 @@ def import_torch(environment: dict[str, str]) -> float:
     return time.perf_counter() - start
 
 
-def sandwich(measure: Any, plain: dict[str, str], attached: dict[str, str], at: int) -> dict[str, Any]:
+def sandwich(measure: Any, plain: dict[str, str], facts: Facts, at: int) -> dict[str, Any]:
     """One round: plain, attached, plain. ``measure(environment)`` runs one fresh process."""
-    before, middle, after = measure(plain), measure(attached), measure(plain)
+    before = measure(plain)
+    with attached_environment(facts) as attached:
+        middle = measure(attached)
+    after = measure(plain)
     first, last = (before, after) if at % 2 == 0 else (after, before)
     return {"plain": first, "attached": middle, "plain_again": last}
 
@@ -95,7 +105,7 @@ def verdict(x: dict[str, float], same: dict[str, float], goal: float) -> str:
     return "missed" if x["low"] > goal else "open: the interval holds the goal"
 
 
-def measure_steps(sizes: list[float], count: int, seconds: float, plain: dict[str, str], attached: dict[str, str]) -> list[dict[str, Any]]:
+def measure_steps(sizes: list[float], count: int, seconds: float, plain: dict[str, str], facts: Facts) -> list[dict[str, Any]]:
     results = []
     for size in sizes:
         width, batch = SIZES[size]
@@ -104,7 +114,7 @@ def measure_steps(sizes: list[float], count: int, seconds: float, plain: dict[st
         arguments = [*shape, "--layers", str(layers), "--seconds", str(seconds)]
         rounds = []
         for at in range(count):
-            rounds.append(sandwich(lambda environment, arguments=arguments: run_loop(arguments, environment), plain, attached, at))
+            rounds.append(sandwich(lambda environment, arguments=arguments: run_loop(arguments, environment), plain, facts, at))
             print(f"  step of {size} ms: round {at + 1} of {count}", file=sys.stderr, flush=True)
         results.append({"target_ms": size, "layers": layers, "width": width, "batch": batch, "rounds": rounds,
                         "plain_us": fmean(r[side]["median_us"] for r in rounds for side in ("plain", "plain_again"))})
@@ -113,10 +123,9 @@ def measure_steps(sizes: list[float], count: int, seconds: float, plain: dict[st
     return results
 
 
-def measure_start(count: int, plain: dict[str, str], attached: dict[str, str]) -> dict[str, Any]:
-    for environment in (plain, attached):
-        import_torch(environment)  # byte code and file cache
-    rounds = [sandwich(import_torch, plain, attached, at) for at in range(count)]
+def measure_start(count: int, plain: dict[str, str], facts: Facts) -> dict[str, Any]:
+    sandwich(import_torch, plain, facts, 0)  # byte code and file cache
+    rounds = [sandwich(import_torch, plain, facts, at) for at in range(count)]
     difference, same = cost(rounds, float)
     return {"rounds": rounds, "plain_s": median(r[side] for r in rounds for side in ("plain", "plain_again")), "cost_s": difference, "aa_s": same}
 
@@ -151,13 +160,11 @@ def main() -> None:
         parser.error(f"--sizes takes some of {', '.join(map(str, SIZES))}")
     facts = look()
     made = stamp(facts)
-    plain, attached = dict(os.environ), attached_environment(facts)
-    plain["PYTHONPATH"] = attached["PYTHONPATH"].split(os.pathsep, 1)[-1]  # as long a path on both sides, but for our own folder
-    try:
-        start = measure_start(args.start_rounds, plain, attached)
-        steps = measure_steps(sizes, args.rounds, args.seconds, plain, attached)
-    finally:
-        shutil.rmtree(Path(attached["FLATOUT_JOB"]).parent, ignore_errors=True)
+    plain = dict(os.environ)
+    with attached_environment(facts) as attached:  # as long a path on both sides, but for our own folder
+        plain["PYTHONPATH"] = attached["PYTHONPATH"].split(os.pathsep, 1)[-1]
+    start = measure_start(args.start_rounds, plain, facts)
+    steps = measure_steps(sizes, args.rounds, args.seconds, plain, facts)
     text = page(steps, start)
     paths = write_result("overhead", made, text, {"goals": {"us": GOAL_US, "share": GOAL_SHARE, "start_s": GOAL_START_S}, "start": start, "steps": steps},
                          **({"folder": args.out} if args.out else {}))
