@@ -3,11 +3,13 @@
 `flatout run --plan X` starts the program with an environment that brings flatout into it; the program then applies the plan
 and falls asleep. Here the plan is empty, so whatever differs from the plain program is flatout's own cost.
 
-A round is three fresh processes, one after another: plain, attached, plain again (the order is turned round every second
-time). The cost is the attached process minus the mean of its two neighbours; the two plain ones give the A/A difference, which
-shows what the machine itself does between two equal processes. Reported is the median over rounds, with a 95 % interval
-(bootstrap over rounds). Step times are taken inside each process by the loop itself, after its warm-up: the mean of all
-steps, and the median, which a rare interruption does not move. Start-up is the wall time of `python -c "import torch"`.
+Steps. Two processes of one program differ by more than what is sought here, so flatout is taken off and put on again inside one
+process: rounds of four blocks, off, on, on, off; the cost is the mean of the inner two minus that of the outer two, the A/A
+difference that of the outer two. Median over rounds, then over fresh processes; the 95 % interval is a bootstrap over both.
+
+Start-up. A round is three fresh processes of `python -c "import torch"`: plain, attached, plain again (the order is turned round every
+second time); the cost is the attached process minus the mean of its neighbours, as processor time (which neighbours on the machine
+move little) and as wall time. Median over rounds with a 95 % interval.
 
 Goals: at most 20 us a step, 1 % of a step of 2 ms, 0.15 s at the start.
 """
@@ -25,7 +27,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from provenance import HERE, markdown_table, stamp, write_result
@@ -37,6 +39,7 @@ from flatout.plan.plan import Plan
 from flatout.probe.machine import look
 
 LOOP = HERE / "programs" / "step_loop.py"
+ON_AND_OFF = HERE / "programs" / "on_and_off.py"
 SIZES = {0.1: (8, 4), 0.5: (64, 16), 2.0: (256, 32), 10.0: (256, 64), 50.0: (512, 64)}  # ms -> width, batch of the loop
 GOAL_US, GOAL_SHARE, GOAL_START_S = 20.0, 0.01, 0.15
 DRAWS = 2000
@@ -52,20 +55,25 @@ def attached_environment(facts: Facts) -> Iterator[dict[str, str]]:
         shutil.rmtree(Path(environment["FLATOUT_JOB"]).parent, ignore_errors=True)
 
 
-def run_loop(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, str(LOOP), *arguments], env=environment, capture_output=True, text=True, timeout=600, check=False)
+def run_loop(program: Path, arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, str(program), *arguments], env=environment, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
-        raise SystemExit(f"overhead: the loop failed:\n{done.stderr[-2000:]}")
+        raise SystemExit(f"overhead: {program.name} failed:\n{done.stderr[-2000:]}")
+    if ("applied nothing" in done.stderr) != ("FLATOUT_JOB" in environment) and program == ON_AND_OFF:
+        raise SystemExit(f"overhead: {program.name} was not attached; it said:\n{done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if ("applied nothing" in done.stderr) != ("FLATOUT_JOB" in environment) and "--calibrate" not in arguments:
-        raise SystemExit(f"overhead: attached where it should not be, or the other way round; the loop said:\n{done.stderr[-2000:]}")
     return result
 
 
-def import_torch(environment: dict[str, str]) -> float:
+def import_torch(environment: dict[str, str]) -> dict[str, float]:
+    """Wall time and processor time of one process, in seconds."""
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch"], env=environment, check=True, timeout=300, capture_output=True)
-    return time.perf_counter() - start
+    process = subprocess.Popen([sys.executable, "-c", "import torch"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit("overhead: `import torch` failed")
+    return {"wall_s": time.perf_counter() - start, "cpu_s": used.ru_utime + used.ru_stime}
 
 
 def sandwich(measure: Any, plain: dict[str, str], facts: Facts, at: int) -> dict[str, Any]:
@@ -78,18 +86,15 @@ def sandwich(measure: Any, plain: dict[str, str], facts: Facts, at: int) -> dict
     return {"plain": first, "attached": middle, "plain_again": last}
 
 
-def interval(values: list[float]) -> dict[str, float]:
-    """Median with a 95 % bootstrap interval over rounds."""
+def interval(groups: list[list[float]]) -> dict[str, float]:
+    """Median over groups of the median within each, with a 95 % interval: bootstrap over groups, and inside them."""
     rng = random.Random(0)
-    draws = [median(rng.choices(values, k=len(values))) for _ in range(DRAWS)]
-    return {"median": median(values), "low": quantile(draws, 0.025), "high": quantile(draws, 0.975), "n": len(values)}
 
+    def draw() -> float:
+        return median(median(rng.choices(group, k=len(group))) for group in rng.choices(groups, k=len(groups)))
 
-def cost(rounds: list[dict[str, Any]], of: Any) -> tuple[dict[str, float], dict[str, float]]:
-    """The difference that attaching makes, and the A/A difference."""
-    attached = [of(r["attached"]) - (of(r["plain"]) + of(r["plain_again"])) / 2 for r in rounds]
-    same = [of(r["plain_again"]) - of(r["plain"]) for r in rounds]
-    return interval(attached), interval(same)
+    draws = [draw() for _ in range(DRAWS)]
+    return {"median": median(map(median, groups)), "low": quantile(draws, 0.025), "high": quantile(draws, 0.975), "n": len(groups)}
 
 
 def spell(x: dict[str, float], digits: int) -> str:
@@ -105,53 +110,62 @@ def verdict(x: dict[str, float], same: dict[str, float], goal: float) -> str:
     return "missed" if x["low"] > goal else "open: the interval holds the goal"
 
 
-def measure_steps(sizes: list[float], count: int, seconds: float, plain: dict[str, str], facts: Facts) -> list[dict[str, Any]]:
+def measure_steps(sizes: list[float], processes: int, seconds: float, plain: dict[str, str], facts: Facts) -> list[dict[str, Any]]:
     results = []
     for size in sizes:
         width, batch = SIZES[size]
         shape = ["--width", str(width), "--batch", str(batch)]
-        layers = 1 if size == min(SIZES) else run_loop([*shape, "--calibrate", str(size)], plain)["layers"]
-        arguments = [*shape, "--layers", str(layers), "--seconds", str(seconds)]
-        rounds = []
-        for at in range(count):
-            rounds.append(sandwich(lambda environment, arguments=arguments: run_loop(arguments, environment), plain, facts, at))
-            print(f"  step of {size} ms: round {at + 1} of {count}", file=sys.stderr, flush=True)
-        results.append({"target_ms": size, "layers": layers, "width": width, "batch": batch, "rounds": rounds,
-                        "plain_us": fmean(r[side]["median_us"] for r in rounds for side in ("plain", "plain_again"))})
-        for of in ("mean_us", "median_us"):
-            results[-1][of], results[-1][f"aa_{of}"] = cost(rounds, lambda record, of=of: record[of])
+        layers = 1 if size == min(SIZES) else run_loop(LOOP, [*shape, "--calibrate", str(size)], plain)["layers"]
+        found = []
+        for at in range(processes):
+            with attached_environment(facts) as attached:
+                found.append(run_loop(ON_AND_OFF, [*shape, "--layers", str(layers), "--seconds", str(seconds)], attached))
+            print(f"  step of {size} ms: process {at + 1} of {processes}", file=sys.stderr, flush=True)
+        results.append({
+            "target_ms": size, "layers": layers, "width": width, "batch": batch, "processes": found,
+            "plain_us": median((a + d) / 2 for one in found for a, _, _, d in one["rounds"]),
+            "cost_us": interval([[(b + c - a - d) / 2 for a, b, c, d in one["rounds"]] for one in found]),
+            "aa_us": interval([[d - a for a, _, _, d in one["rounds"]] for one in found]),
+        })
     return results
 
 
 def measure_start(count: int, plain: dict[str, str], facts: Facts) -> dict[str, Any]:
     sandwich(import_torch, plain, facts, 0)  # byte code and file cache
     rounds = [sandwich(import_torch, plain, facts, at) for at in range(count)]
-    difference, same = cost(rounds, float)
-    return {"rounds": rounds, "plain_s": median(r[side] for r in rounds for side in ("plain", "plain_again")), "cost_s": difference, "aa_s": same}
+    found: dict[str, Any] = {"rounds": rounds}
+    for of in ("cpu_s", "wall_s"):
+        found[of] = {
+            "plain": median(r[side][of] for r in rounds for side in ("plain", "plain_again")),
+            "cost": interval([[r["attached"][of] - (r["plain"][of] + r["plain_again"][of]) / 2] for r in rounds]),
+            "aa": interval([[r["plain_again"][of] - r["plain"][of]] for r in rounds]),
+        }
+    return found
 
 
 def page(steps: list[dict[str, Any]], start: dict[str, Any]) -> str:
-    rows = [(f"{s['plain_us'] / 1000:.3g}", spell(s["median_us"], 1), spell(s["mean_us"], 1), spell(s["aa_median_us"], 1),
-             f"{s['median_us']['median'] / s['plain_us']:+.2%}", s["median_us"]["n"], verdict(s["median_us"], s["aa_median_us"], GOAL_US)) for s in steps]
-    parts = ["# The cost of being attached\n", "Baseline: the same program without flatout, in fresh processes, interleaved (plain, attached, plain).",
-             "Median over rounds, with a 95 % interval (bootstrap over rounds); A/A is one plain process against the other.\n",
-             markdown_table(("plain step, ms", "attached: median step, us", "attached: mean step, us", "A/A: median step, us", "share of a step", "rounds",
+    rows = [(f"{s['plain_us'] / 1000:.3g}", spell(s["cost_us"], 1), spell(s["aa_us"], 1), f"{s['cost_us']['median'] / s['plain_us']:+.2%}",
+             f"{s['cost_us']['n']} x {len(s['processes'][0]['rounds'])}", verdict(s["cost_us"], s["aa_us"], GOAL_US)) for s in steps]
+    parts = ["# The cost of being attached\n",
+             "Baseline: the same process with flatout taken off; blocks off, on, on, off. 95 % intervals, bootstrap over processes and rounds.\n",
+             markdown_table(("plain step, ms", "attached, us a step", "A/A, us a step", "share of a step", "processes x rounds",
                              f"at most {GOAL_US:.0f} us"), rows)]
     two = next((s for s in steps if s["target_ms"] == 2.0), None)
     if two:
         limit = GOAL_SHARE * two["plain_us"]
-        parts.append(f"\nOn the step of {two['plain_us'] / 1000:.2g} ms, 1 % is {limit:.0f} us: {verdict(two['median_us'], two['aa_median_us'], limit)}.")
-    goal = f"Goal of at most {GOAL_START_S} s: {verdict(start['cost_s'], start['aa_s'], GOAL_START_S)}."
-    parts.append(f"\nStart-up: `import torch` alone takes {start['plain_s']:.2f} s; attached {spell(start['cost_s'], 3)} s "
-                 f"(A/A {spell(start['aa_s'], 3)} s, {start['cost_s']['n']} rounds). {goal}")
+        parts.append(f"\nOn the step of {two['plain_us'] / 1000:.2g} ms, 1 % is {limit:.0f} us: {verdict(two['cost_us'], two['aa_us'], limit)}.")
+    rows = [(name, f"{start[of]['plain']:.2f}", spell(start[of]["cost"], 3), spell(start[of]["aa"], 3), start[of]["cost"]["n"],
+             verdict(start[of]["cost"], start[of]["aa"], GOAL_START_S)) for of, name in (("cpu_s", "processor time"), ("wall_s", "wall time"))]
+    parts.append("\n## Start-up\n\nBaseline: `python -c \"import torch\"`; plain, attached, plain in fresh processes.\n")
+    parts.append(markdown_table(("measured as", "plain, s", "attached, s more", "A/A, s", "rounds", f"at most {GOAL_START_S} s"), rows))
     return "\n".join(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="rounds of three processes for each step size (default 8)")
-    parser.add_argument("--start-rounds", type=int, default=12, help="rounds of three processes for the start-up (default 12)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="how long each process measures its steps (default 2)")
+    parser.add_argument("--processes", type=int, default=5, help="processes for each step size (default 5)")
+    parser.add_argument("--start-rounds", type=int, default=20, help="rounds of three processes for the start-up (default 20)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long each process measures its steps (default 10)")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="milliseconds a step, of " + ", ".join(map(str, SIZES)))
     parser.add_argument("--out", type=Path, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
@@ -164,7 +178,7 @@ def main() -> None:
     with attached_environment(facts) as attached:  # as long a path on both sides, but for our own folder
         plain["PYTHONPATH"] = attached["PYTHONPATH"].split(os.pathsep, 1)[-1]
     start = measure_start(args.start_rounds, plain, facts)
-    steps = measure_steps(sizes, args.rounds, args.seconds, plain, facts)
+    steps = measure_steps(sizes, args.processes, args.seconds, plain, facts)
     text = page(steps, start)
     paths = write_result("overhead", made, text, {"goals": {"us": GOAL_US, "share": GOAL_SHARE, "start_s": GOAL_START_S}, "start": start, "steps": steps},
                          **({"folder": args.out} if args.out else {}))

@@ -1,0 +1,72 @@
+"""One process in which flatout rests, is taken off, and put on again: what its resting hooks cost, without the luck of two processes.
+
+Started as `flatout run` starts a program. After the warm-up, rounds of four blocks of steps: off, on, on, off. Prints one JSON
+line: for each round the median step of its blocks, in microseconds.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+
+import torch
+from step_loop import make, steps
+
+from flatout.capture.scene import Scene
+
+BLOCK_S = 0.04
+FEWEST_STEPS = 5
+
+
+def block(model, optimizer, data, count):
+    lengths, before = [], time.perf_counter()
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = model(data).square().mean()
+        loss.backward()
+        optimizer.step()
+        now = time.perf_counter()
+        lengths.append(now - before)
+        before = now
+    return 1e6 * statistics.median(lengths)
+
+
+def switch(scene, on):
+    if on and not scene.ledger.entries():
+        scene.install()
+        scene.rest()
+    elif not on:
+        scene.ledger.restore()
+    if bool(scene.ledger.entries()) != on:
+        raise SystemExit("flatout is not where it should be")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--width", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    data = torch.randn(args.batch, args.width)
+    model, optimizer = make(args.layers, args.width)
+    length = statistics.median(steps(model, optimizer, data, 1.0))
+    scene = next(thing for thing in gc.get_objects() if isinstance(thing, Scene))
+    if not scene.asleep:
+        raise SystemExit("flatout does not rest")
+    count = max(FEWEST_STEPS, round(BLOCK_S / length))
+    rounds, start = [], time.perf_counter()
+    while time.perf_counter() - start < args.seconds or len(rounds) < 3:
+        times = []
+        for on in (False, True, True, False):
+            switch(scene, on)
+            block(model, optimizer, data, 2)  # what a switch has made cold
+            times.append(block(model, optimizer, data, count))
+        rounds.append(times)
+    print(json.dumps({"rounds": rounds, "steps_a_block": count}))
+
+
+if __name__ == "__main__":
+    main()
