@@ -165,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=5, help="processes for each step size (default 5)")
     parser.add_argument("--start-rounds", type=int, default=20, help="rounds of three processes for the start-up (default 20)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="how long each process measures its steps (default 10)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long each process measures its steps (default 20)")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="milliseconds a step, of " + ", ".join(map(str, SIZES)))
     parser.add_argument("--out", type=Path, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
