@@ -106,7 +106,7 @@ def test_the_page_tells_every_lever_and_every_contest(recorded):
 
 def test_a_page_that_found_nothing_says_so_and_claims_nothing(recorded):
     session = recorded("session")
-    session.speedup = Ratio(1.01, 0.99, 1.02, 24)
+    session.speedup = Ratio(1.01, 0.97, 1.05, 24)
     assert "No faster Plan found" in (text := checked(session).text)
     assert "flatout run" not in text
     assert "Break-even" not in text
