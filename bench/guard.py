@@ -5,7 +5,7 @@ In the running plain program the step replica is asked about every lever that ca
 What it refuses is refused, as in a search; what passes gets fresh processes with the same three seeds, and `judge` compares the
 records. An EXACT claim that fails with the first seed is not run with the others: one differing bit is enough.
 
-    python bench/guard.py                       all of it: about 25 minutes on two quiet cores
+    python bench/guard.py                       all of it: about 35 minutes on two quiet cores
     python bench/guard.py --programs mlp,cnn --levers autocast,label_smoothing
     python bench/guard.py --records DIR         keep the records there; what is there already is judged again, not run again
 """

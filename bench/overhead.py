@@ -59,8 +59,8 @@ def run_loop(program: Path, arguments: list[str], environment: dict[str, str]) -
     done = subprocess.run([sys.executable, str(program), *arguments], env=environment, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         raise SystemExit(f"overhead: {program.name} failed:\n{done.stderr[-2000:]}")
-    if ("applied nothing" in done.stderr) != ("FLATOUT_JOB" in environment) and program == ON_AND_OFF:
-        raise SystemExit(f"overhead: {program.name} was not attached; it said:\n{done.stderr[-2000:]}")
+    if ("applied nothing" in done.stderr) != ("FLATOUT_JOB" in environment):
+        raise SystemExit(f"overhead: {program.name} was attached where it should not be, or the other way round; it said:\n{done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 

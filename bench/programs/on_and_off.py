@@ -19,19 +19,6 @@ BLOCK_S = 0.004  # short, so that what the machine does meanwhile hits all four 
 FEWEST_STEPS = 5
 
 
-def block(model, optimizer, data, count):
-    lengths, before = [], time.perf_counter()
-    for _ in range(count):
-        optimizer.zero_grad()
-        loss = model(data).square().mean()
-        loss.backward()
-        optimizer.step()
-        now = time.perf_counter()
-        lengths.append(now - before)
-        before = now
-    return 1e6 * statistics.median(lengths)
-
-
 def switch(scene, on):
     if on and not scene.ledger.entries():
         scene.install()
@@ -62,8 +49,8 @@ def main():
         times = []
         for on in (False, True, True, False):
             switch(scene, on)
-            block(model, optimizer, data, 2)  # what a switch has made cold
-            times.append(block(model, optimizer, data, count))
+            steps(model, optimizer, data, fewest=2)  # what a switch has made cold
+            times.append(1e6 * statistics.median(steps(model, optimizer, data, fewest=count)))
         rounds.append(times)
     print(json.dumps({"rounds": rounds, "steps_a_block": count}))
 

@@ -1,8 +1,4 @@
-"""A training loop that does nothing but steps of a chosen size, and says how long one took. Knows nothing of flatout.
-
-Prints one JSON line: mean, median and number of the steps after the warm-up, in microseconds. With --calibrate MS it prints
-how many layers make a step of that length instead.
-"""
+"""A training loop that does nothing but steps; as a program, it prints how many layers make a step of --calibrate MS. Knows nothing of flatout."""
 
 import argparse
 import json
@@ -19,11 +15,11 @@ def make(layers, width):
     return model, torch.optim.SGD(model.parameters(), lr=1e-4)
 
 
-def steps(model, optimizer, data, seconds):
-    """The length of each step, in seconds, over at least this time and 20 steps."""
+def steps(model, optimizer, data, seconds=0.0, fewest=20):
+    """The length of each step, in seconds, over at least this time and so many steps."""
     lengths, start = [], time.perf_counter()
     before = start
-    while before - start < seconds or len(lengths) < 20:
+    while before - start < seconds or len(lengths) < fewest:
         optimizer.zero_grad()
         loss = model(data).square().mean()
         loss.backward()
@@ -36,23 +32,15 @@ def steps(model, optimizer, data, seconds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=1.5, help="how long to measure, after a third of it to warm up")
-    parser.add_argument("--calibrate", type=float, metavar="MS")
+    parser.add_argument("--calibrate", type=float, metavar="MS", required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
     data = torch.randn(args.batch, args.width)
-    if args.calibrate:
-        few, many = (statistics.median(steps(*make(layers, args.width), data, 1.0)) for layers in (1, 5))
-        layers = 1 + max(0, round((args.calibrate / 1000 - few) / max((many - few) / 4, 1e-6)))
-        print(json.dumps({"layers": layers}))
-        return
-    model, optimizer = make(args.layers, args.width)
-    steps(model, optimizer, data, args.seconds / 3)
-    lengths = steps(model, optimizer, data, args.seconds)
-    print(json.dumps({"mean_us": 1e6 * statistics.fmean(lengths), "median_us": 1e6 * statistics.median(lengths), "steps": len(lengths)}))
+    few, many = (statistics.median(steps(*make(layers, args.width), data, 1.0)) for layers in (1, 5))
+    layers = 1 + max(0, round((args.calibrate / 1000 - few) / max((many - few) / 4, 1e-6)))
+    print(json.dumps({"layers": layers}))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Ratio(Record):
 
     @property
     def certain(self) -> bool:
-        """The whole interval is a gain; otherwise it is a gain probably, and a loss of more than two percent hardly."""
+        """Whether the whole interval is a gain."""
         return self.low > 1.0
 
     def sentence(self) -> str:

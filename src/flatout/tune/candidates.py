@@ -49,6 +49,11 @@ class Candidate:
         return bool(self.values) and self.ratio is None and self.status is Status.SKIPPED
 
     @property
+    def median(self) -> float:
+        """How many times as fast with it, 0 where nothing was measured."""
+        return self.ratio.median if self.ratio else 0.0
+
+    @property
     def undecided(self) -> bool:
         """A live contest compared blocks that were too unlike (episodes, sentences); programs side by side do the same work at the same tick."""
         return self.how == LIVE and self.ratio is not None and self.ratio.n >= TOO_FEW and self.ratio.high > UNDECIDED * self.ratio.low

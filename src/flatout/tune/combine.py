@@ -24,7 +24,7 @@ def combine(tuning: Tuning) -> list[Candidate]:
         together = tuning.enter(plan)
     except (ProgramGone, LeverFailed) as error:
         tuning.note(plan.describe(), PROCESSES, None, why_gone(error), start_s)
-        best = max(winners, key=lambda c: c.ratio.median if c.ratio else 0.0)
+        best = max(winners, key=lambda c: c.median)
         for candidate in winners:
             if candidate is not best:
                 candidate.reject(f"it does not work together with {best.lever.name}: {why_gone(error)}")

@@ -39,8 +39,8 @@ class Lineup:
 
     def measured(self, ratio: Ratio) -> None:
         """A single lever is judged by it; of two together only a gain that neither brings alone is of interest."""
-        alone = max(_median(c) for c, _ in self.parts) if len(self.parts) > 1 else 0.0
-        if len(self.parts) == 1 or (ratio.median > alone and ratio.low > 1.0):
+        alone = max(c.median for c, _ in self.parts) if len(self.parts) > 1 else 0.0
+        if len(self.parts) == 1 or (ratio.median > alone and ratio.certain):
             for candidate, value in self.parts:
                 candidate.measured(value, ratio, PROCESSES if len(self.parts) == 1 else f"{PROCESSES}, together")
 
@@ -77,15 +77,11 @@ def lineups(tuning: Tuning) -> list[Lineup]:
     closed = tuning.arena.unit != "step"  # where nothing can be switched live, early levers race here
     levers = [c for c in tuning.candidates.values() if c.open and (not c.lever.live or (closed and c.lever.moment is Moment.IMPORT))]
     levers = recall(levers, tuning.session.contests)
-    unclear = sorted((c for c in tuning.candidates.values() if c.undecided and not c.lever.warms_up), key=lambda c: -_median(c))
+    unclear = sorted((c for c in tuning.candidates.values() if c.undecided and not c.lever.warms_up), key=lambda c: -c.median)
     found = [Lineup(((c, v),)) for depth in range(VALUES_A_LEVER) for c in levers for v in c.values[depth:depth + 1]]
     early = [Lineup()] if tuning.session.noise_floor is None else []
     again = [Lineup(((c, c.choice.value),)) for c in unclear]
     return [*found[:2], *early, *_workers_with_cores_of_their_own(tuning), *again, *found[2:]]
-
-
-def _median(candidate: Candidate) -> float:
-    return candidate.ratio.median if candidate.ratio else 0.0
 
 
 def _workers_with_cores_of_their_own(tuning: Tuning) -> list[Lineup]:
