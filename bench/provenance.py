@@ -7,7 +7,9 @@ the programs it starts. Results are a Markdown page and the raw records beside i
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,7 +29,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 
 from flatout.measure.clock import today  # noqa: E402
 from flatout.plan.facts import Facts  # noqa: E402
-from flatout.plan.folder import read_json, write_json, write_whole  # noqa: E402
+from flatout.plan.folder import read_json, write_whole  # noqa: E402
 from flatout.probe.machine import look  # noqa: E402
 
 # theme, the command that makes it, what it answers
@@ -106,11 +108,16 @@ def write_result(theme: str, made: Mapping[str, Any], page: str, raw: Mapping[st
     """Write the page and the raw records. ``hidden`` adds paths to those that are replaced by a word."""
     names = _hidden({**(hidden or {})})
     text, data = result_paths(theme, made, folder)
-    write_json(data, _without({"theme": theme, "made": made, **raw}, names))
+    write_whole(data, dense(_without({"theme": theme, "made": made, **raw}, names)))
     write_whole(text, str(_without(f"{page.rstrip()}\n\n{provenance_lines(made)}\n", names)))
     if folder == RESULTS:
         write_index()
     return text, data
+
+
+def dense(record: Any) -> str:
+    """JSON with a line for each item, and one line for each list of numbers."""
+    return re.sub(r"\[[\s\d.eE,+-]+\]", lambda numbers: " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]"), json.dumps(record, indent=1)) + "\n"
 
 
 def read_result(theme: str, made: Mapping[str, Any], folder: Path = RESULTS) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def main():
         for on in (False, True, True, False):
             switch(scene, on)
             steps(model, optimizer, data, fewest=2)  # what a switch has made cold
-            times.append(1e6 * statistics.median(steps(model, optimizer, data, fewest=count)))
+            times.append(round(1e6 * statistics.median(steps(model, optimizer, data, fewest=count)), 2))
         rounds.append(times)
     print(json.dumps({"rounds": rounds, "steps_a_block": count}))
 

@@ -51,6 +51,20 @@ def test_a_clear_loss_never_wins_and_a_clear_win_never_loses(ratio):
     assert one.reason
 
 
+@pytest.mark.parametrize(("median", "low", "high", "n", "won"), [
+    (1.046, 0.967, 1.119, 13, True),  # not certain, and far more likely a gain than not
+    (1.02, 0.90, 1.15, 13, False),
+    (1.30, 0.70, 2.0, 13, True),
+    (1.008, 1.006, 1.01, 13, False),  # certain, and not worth a lever
+    (1.05, 0.90, 1.20, 2, True),  # a step of seconds: there is only the median
+    (1.015, 1.01, 1.02, 2, False),
+])
+def test_what_is_likely_faster_is_tried_with_the_others(median, low, high, n, won):
+    one = candidate()
+    one.measured(1, Ratio(median, low, high, n), "live")
+    assert one.won == won
+
+
 @given(ratios)
 def test_every_candidate_has_a_record_with_a_reason(ratio):
     fresh = consider(options(), EVERY, None)["tf32"]

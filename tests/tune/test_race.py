@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 from flatout.launch.command import understand
 from flatout.levers import TABLE
+from flatout.measure.clock import seconds
 from flatout.plan.folder import JobFolder
+from flatout.plan.plan import Plan
 from flatout.plan.records import Ratio, SessionRecord
 from flatout.plan.words import Effect, Status
 from flatout.probe.machine import look
 from flatout.tune.candidates import Candidate, plan_of
-from flatout.tune.race import Lineup, lineups
-from flatout.tune.tuning import Goal, Tuning
+from flatout.tune.race import OLD_TICKS, Lineup, lineups, process_race
+from flatout.tune.tuning import Goal, Tuning, Watcher
 
 LEVER = {lever.name: lever for lever in TABLE}
 
@@ -87,3 +89,48 @@ def test_what_no_live_contest_could_decide_meets_the_plain_program_side_by_side(
                                         ("compile", "default", 1.0, 0.5), ("debug_off", True, 1.1, 0.5)):
         tuning.candidates[name].measured(value, ratio(median, spread), "live")
     assert [lineup.name for lineup in lineups(tuning)] == ["malloc=tcmalloc", "malloc=jemalloc", "A/A", "debug_off", "fused_optimizer=foreach"]
+
+
+class OutOfTime(Watcher):
+    """Takes the time for one more program away as soon as the racing ones have started."""
+
+    tuning: Tuning
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.programs = 0
+
+    def stage(self, name: str, detail: str = "") -> None:
+        self.started += name == "starting"
+        if self.started == 2:
+            self.tuning.start_cost_s = 25.0
+
+    def contest(self, plan: str, ratio: object, note: str = "") -> None:
+        self.programs = max(self.programs, len(self.tuning.arena.running))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("late", [False, True])
+def test_an_old_plain_program_is_not_raced_against_young_ones(tuning, tiny, late):
+    """A young plain program takes its place; where there is no time to start one, the second plain program of the race does."""
+    pytest.importorskip("torch")
+    (tuning.job.path.parent / "train.py").write_text(tiny)
+    tuning.candidates = {"malloc": Candidate(LEVER["malloc"], ("glibc",), Effect.EXACT)}
+    watcher = OutOfTime() if late else Watcher()
+    tuning.watcher = watcher
+    if isinstance(watcher, OutOfTime):
+        watcher.tuning = tuning
+    try:
+        tuning.observed = tuning.enter(Plan()).trial
+        tuning.observed.go(2 * OLD_TICKS, seconds() + 60)
+        old_ticks, tuning.arena.tick_ms, tuning.start_cost_s = tuning.observed.ticks_done, 1.0, 1.0
+        process_race(tuning)
+        assert tuning.observed.ticks_done == old_ticks
+        assert tuning.candidates["malloc"].ratio is not None
+        assert [contest.plan for contest in tuning.session.contests] == (["malloc=glibc"] if late else ["A/A", "malloc=glibc"])
+        assert (tuning.session.noise_floor is None) == late
+        assert tuning.arena.running == [tuning.observed]
+        if isinstance(watcher, OutOfTime):
+            assert watcher.programs == 3  # the observed one, A/A and malloc: no other was started
+    finally:
+        tuning.arena.close()

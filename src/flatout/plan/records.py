@@ -6,11 +6,13 @@ backward pass where a cycle holds many (LBFGS) and lasts seconds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 SESSION_SCHEMA = 1
 CONFIDENCE = 0.95  # of every interval
+QUANTILE = 1.96  # of the normal law, at that level
 NOT_SLOWER = 0.98  # a plan whose median is a gain is kept where the low end of its interval is at least this
 PHASES = ("data", "copy", "forward", "backward", "optimizer", "other")
 
@@ -44,6 +46,13 @@ class Ratio(Record):
     def certain(self) -> bool:
         """Whether the whole interval is a gain."""
         return self.low > 1.0
+
+    @property
+    def chance(self) -> float:
+        """Roughly how probable it is that B is faster at all: the lower half of the interval as a normal law of the logarithm."""
+        if not 0 < self.low < self.median:
+            return float(self.median > 1.0)
+        return 0.5 * math.erfc(-QUANTILE * math.log(self.median) / math.log(self.median / self.low) / math.sqrt(2))
 
     def sentence(self) -> str:
         return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f}, n={self.n})"

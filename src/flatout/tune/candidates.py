@@ -13,8 +13,7 @@ from flatout.plan.records import Contest, LeverRecord, Ratio
 from flatout.plan.words import Effect, Origin, Status
 
 WORTH_COMBINING = 1.01
-HARMLESS = 0.97  # the low end of a winner's interval
-PLAINLY_FASTER = 1.05  # or a median like this: confirmation will tell
+LIKELY = 0.7  # the chance of being faster that is enough to be tried together; confirmation will tell
 TOO_FEW = 3  # rounds, for an interval to mean anything: where a step takes seconds there is only the median
 FASTER_BY_FEW = 1.02
 UNDECIDED = 1.25  # high over low of a live contest that could not tell
@@ -63,8 +62,7 @@ class Candidate:
         if self.ratio is None or ratio.median > self.ratio.median or (self.undecided and how != LIVE):
             self.value, self.ratio, self.how = value, ratio, how
         best = self.ratio
-        faster = best.median >= WORTH_COMBINING and best.low >= HARMLESS
-        self.won = faster or best.median >= (PLAINLY_FASTER if best.n >= TOO_FEW else FASTER_BY_FEW)
+        self.won = best.median >= FASTER_BY_FEW if best.n < TOO_FEW else best.median >= WORTH_COMBINING and best.chance >= LIKELY
         if self.won:
             self.status, self.reason = Status.SKIPPED, "won alone; the search ended before it was confirmed"
         else:

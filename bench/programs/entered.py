@@ -1,0 +1,42 @@
+"""How long flatout's own code is at work before a program's first line after `import torch`. Prints one JSON line.
+
+Started with `python -I`, so that flatout does not come in by itself, in the environment of `flatout run`: it is let in here, by the
+same file, with a clock beside it. What flatout imports and torch would have imported anyway counts as flatout's.
+"""
+
+import os
+import sys
+import time
+
+SITE = os.environ["PYTHONPATH"].split(os.pathsep)[0]
+
+
+def main():
+    start = time.perf_counter()
+    sys.path.insert(0, SITE)
+    sys.modules.pop("sitecustomize", None)
+    import sitecustomize
+
+    took = time.perf_counter() - start
+    if os.path.dirname(sitecustomize.__file__) != SITE:
+        raise SystemExit(f"{sitecustomize.__file__} is not flatout's")
+    from flatout.capture import bootstrap
+
+    entry, entries = bootstrap._call_entry, []
+
+    def timed(*args):
+        start = time.perf_counter()
+        entry(*args)
+        entries.append(time.perf_counter() - start)
+
+    bootstrap._call_entry = timed
+    import torch  # noqa: F401
+
+    if len(entries) != 1:
+        raise SystemExit(f"flatout came in {len(entries)} times")
+    import json
+
+    print(json.dumps({"seconds": took + entries[0]}))
+
+
+main()
