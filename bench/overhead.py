@@ -146,7 +146,7 @@ def measure_start(count: int, plain: dict[str, str], facts: Facts) -> dict[str, 
     return found
 
 
-def measure_inside(count: int, facts: Facts) -> dict[str, float]:
+def measure_inside(count: int, facts: Facts) -> dict[str, Any]:
     """Seconds of wall time that flatout's own code takes in a fresh process before the first line after ``import torch``."""
     took = []
     for _ in range(count):
@@ -155,7 +155,7 @@ def measure_inside(count: int, facts: Facts) -> dict[str, float]:
         if done.returncode:
             raise SystemExit(f"overhead: {ENTERED.name} failed:\n{done.stderr[-2000:]}")
         took.append(float(json.loads(done.stdout)["seconds"]))
-    return interval([took])
+    return {"seconds": took, **interval([[each] for each in took])}
 
 
 def page(steps: list[dict[str, Any]], start: dict[str, Any]) -> str:
