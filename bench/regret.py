@@ -144,7 +144,7 @@ def measure_program(name: str, budget_s: float, facts: Facts, pairs: int, finali
             found["finals"] = [{**meet(rival, pairs), "screened": rival["ratio"]} for rival in rivals]
             best = fastest(found["finals"])
             found["last"] = meet(best, 2 * pairs) if best else None
-        return {**found, "status": "measured", "combinations": len(plans), **regret_of(found["last"])}
+        return {**found, "status": "measured", "combinations": len(plans), **regret_of(found["finals"], found["last"])}
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
@@ -155,19 +155,25 @@ def fastest(finals: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return max(faster, key=lambda final: final["ratio"]["median"], default=None)
 
 
-def regret_of(last: dict[str, Any] | None) -> dict[str, Any]:
-    """From the last meeting of the fastest finalist and the chosen plan, where there was one."""
-    if last is None or not last["ratio"]:
-        return {"regret": 0.0, "regret_low": 0.0, "regret_high": 0.0, "best": "the chosen plan"}
-    low, middle, high = (last["ratio"][key] - 1 for key in ("low", "median", "high"))
+def regret_of(finals: Sequence[dict[str, Any]], last: dict[str, Any] | None) -> dict[str, Any]:
+    """From the last meeting of the fastest finalist and the chosen plan; none where no meeting came through."""
+    if not any(final["ratio"] for final in finals) or (last and not last["ratio"]):
+        return {"regret": None, "regret_low": None, "regret_high": None, "best": "no other combination came through"}
+    low, middle, high = (last["ratio"][key] - 1 if last else 0.0 for key in ("low", "median", "high"))
     return {"regret": max(0.0, middle), "regret_low": max(0.0, low), "regret_high": max(0.0, high),
-            "best": last["plan"] if middle > 0 else "the chosen plan"}
+            "best": last["plan"] if last and middle > 0 else "the chosen plan"}
 
 
 def verdict(entry: dict[str, Any]) -> str:
+    if entry["regret"] is None:
+        return "not measured"
     if entry["regret_high"] <= GOAL:
         return "met"
     return "missed" if entry["regret_low"] > GOAL else "met by the median" if entry["regret"] <= GOAL else "missed by the median"
+
+
+def percent(entry: dict[str, Any]) -> str:
+    return "-" if entry["regret"] is None else f"{entry['regret']:.1%} [{entry['regret_low']:.1%}, {entry['regret_high']:.1%}]"
 
 
 def page(programs: dict[str, dict[str, Any]]) -> str:
@@ -177,11 +183,11 @@ def page(programs: dict[str, dict[str, Any]]) -> str:
             rows.append((name, "failed: " + entry["why"].splitlines()[0][:160], "-", "-", "-", "-", "-"))
             continue
         rows.append((name, entry["chosen"], spell(entry["chosen_ratio"]) if entry["chosen_ratio"] else "plain stays", entry["combinations"], entry["best"],
-                     f"{entry['regret']:.1%} [{entry['regret_low']:.1%}, {entry['regret_high']:.1%}]", verdict(entry)))
+                     percent(entry), verdict(entry)))
         finals += [(name, final["plan"], spell(final["screened"]), spell(final["ratio"]), final["failure"]) for final in entry["finals"]]
         if entry["last"]:
             finals.append((name, entry["last"]["plan"], "-", spell(entry["last"]["ratio"]), f"once more {entry['last']['failure']}"))
-    measured = [entry for entry in programs.values() if entry["status"] == "measured"]
+    measured = [entry for entry in programs.values() if entry["status"] == "measured" and entry["regret"] is not None]
     parts = ["# Regret of the chosen plan\n",
              "Regret = speed of the best combination over the chosen plan's, minus 1; fresh pairs of processes, interleaved; 95 % intervals.\n",
              markdown_table(("program", "chosen plan", "against plain, as the session says", "combinations tried", "best of all", "regret",
