@@ -58,13 +58,19 @@ def attached_environment(facts: Facts) -> Iterator[dict[str, str]]:
         shutil.rmtree(Path(environment["FLATOUT_JOB"]).parent, ignore_errors=True)
 
 
-def run_loop(program: Path, arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, str(program), *arguments], env=environment, capture_output=True, text=True, timeout=600, check=False)
+def run(program: Path, arguments: list[str], environment: dict[str, str], isolated: bool = False) -> tuple[dict[str, Any], str]:
+    """What a program answered in its last line, and all it said on standard error."""
+    words = [sys.executable, *(["-I"] if isolated else []), str(program), *arguments]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         raise SystemExit(f"overhead: {program.name} failed:\n{done.stderr[-2000:]}")
-    if ("applied nothing" in done.stderr) != ("FLATOUT_JOB" in environment):
-        raise SystemExit(f"overhead: {program.name} was attached where it should not be, or the other way round; it said:\n{done.stderr[-2000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def run_loop(program: Path, arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    result, said = run(program, arguments, environment)
+    if ("applied nothing" in said) != ("FLATOUT_JOB" in environment):
+        raise SystemExit(f"overhead: {program.name} was attached where it should not be, or the other way round; it said:\n{said[-2000:]}")
     return result
 
 
@@ -151,10 +157,7 @@ def measure_inside(count: int, facts: Facts) -> dict[str, Any]:
     took = []
     for _ in range(count):
         with attached_environment(facts) as attached:
-            done = subprocess.run([sys.executable, "-I", str(ENTERED)], env=attached, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"overhead: {ENTERED.name} failed:\n{done.stderr[-2000:]}")
-        took.append(float(json.loads(done.stdout)["seconds"]))
+            took.append(run(ENTERED, [], attached, isolated=True)[0]["seconds"])
     return {"seconds": took, **interval([[each] for each in took])}
 
 
@@ -196,7 +199,7 @@ def main() -> None:
     with attached_environment(facts) as attached:  # as long a path on both sides, but for our own folder
         plain["PYTHONPATH"] = attached["PYTHONPATH"].split(os.pathsep, 1)[-1]
     start = measure_start(args.start_rounds, plain, facts)
-    kept = {step["target_ms"]: step for step in read_result("overhead", made, args.out or RESULTS).get("steps", ()) if "made" in step}
+    kept = {step["target_ms"]: step for step in read_result("overhead", made, args.out or RESULTS).get("steps", ())}
     kept |= {step["target_ms"]: step for step in measure_steps(sizes, args.processes, args.seconds, plain, facts, made)}
     steps = [kept[size] for size in sorted(kept)]
     text = page(steps, start)

@@ -80,8 +80,11 @@ def test_any_text_fits_any_width(text, width):
     session.message = session.guard.why = text
     session.command = [text, text]
     session.levers = [LeverRecord(text, {text: text}, text, 1.0, None, None, 0, text), LeverRecord(text, None, "skipped", reason=text)]
-    shown(session_tables(session), width)
-    shown(plan_table(Plan((Choice(text, text, Origin.FILE, text),)), {text: text}, {text: text, "b": text}), width)
+    plan = Plan((Choice(text, text, Origin.FILE, text),))
+    for table in (session_tables(session), plan_table(plan, {text: text}, {text: text, "b": text})):
+        lines = shown(table, width)
+        assert lines
+        assert max(map(cell_len, lines)) <= width
 
 
 @pytest.mark.parametrize("width", [80, 120])
