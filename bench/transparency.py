@@ -89,7 +89,10 @@ def under_flatout(argv: Sequence[str], folder: Path, environment: dict[str, str]
                    "--timeout", f"{limit_s:.0f}s", *argv]
         code, out, err = run_quietly(command, folder, environment, limit_s + 60)
         record = read_json(record_path) or {}
-    return Run(record.get("losses", []), out, err[-2000:], code, record.get("status") in ("ended", "failed"))  # an exit code of its own counts as failed
+    ended = record.get("status") in ("ended", "failed")  # an exit code of its own counts as failed
+    if not ended and record.get("steps", 0) < steps:  # a trial that broke, hung or ran out of time has not shown what was asked
+        return Run([], out, err[-2000:], code, ended)
+    return Run(record["losses"], out, err[-2000:], code, ended)
 
 
 def plainly(argv: Sequence[str], folder: Path, environment: dict[str, str], count: int, limit_s: float) -> Run:
