@@ -1,0 +1,159 @@
+"""Random numbers for a whole batch at once, the very ones that one call for each would have drawn.
+
+torch's CPU generator is a Mersenne Twister whose 32-bit words are used one after another: ``torch.rand`` in float32 takes the low 24
+bits of one word, ``torch.randint`` below 2**28 takes one word modulo its range, ``torch.randperm(n)`` takes n - 1, and 64-bit
+integers over their whole range take two words, the first one high. So the words of a batch can be read as 64-bit integers and shared
+out afterwards, and the generator is left where one call after another would have left it.
+
+Source: ATen/core/DistributionsHelper.h, ATen/core/TransformationHelper.h and ATen/native/TensorFactories.cpp (torch 2.11 to 2.14);
+`understood` asks the torch at hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from ctypes import c_float
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+WIDEST = 2**28  # from here on torch.randint takes two words
+AHEAD = 64  # words that `Words` reads at a time, at least
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """``torch.empty(1).uniform_(low, high)``; ``torch.rand(1)`` is the one from 0 to 1."""
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def of(self, words: Tensor) -> Tensor:
+        """float32, one a word. The kernel multiplies and adds with a single rounding, which float64 leaves to the last step."""
+        low, high = c_float(self.low).value, c_float(self.high).value
+        return ((words & 0xFFFFFF).double() * 2.0**-24 * c_float(high - low).value + low).float()
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        return torch.empty(1).uniform_(self.low, self.high, generator=generator)
+
+
+@dataclass(frozen=True)
+class Integer:
+    """``torch.randint(0, below, (1,))``, for ``below`` up to 2**28."""
+
+    below: int
+
+    def of(self, words: Tensor) -> Tensor:
+        return words % self.below
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        return torch.randint(0, self.below, (1,), generator=generator)
+
+
+Draw = Uniform | Integer
+
+
+def columns(kinds: Sequence[Draw], rows: int, generator: torch.Generator | None = None) -> list[Tensor]:
+    """For each kind a tensor of ``rows`` numbers, drawn row after row: all kinds of row 0, then all of row 1, and so on."""
+    generator = generator or torch.default_generator
+    count = rows * len(kinds)
+    if count == 0:
+        return [torch.empty(0) for _ in kinds]
+    words = _read(count - count % 2, generator)
+    if count % 2:  # a word by itself cannot be had; the last number is drawn as torch draws it
+        words = torch.cat((words, words.new_zeros(1)))
+    found = [kind.of(column) for kind, column in zip(kinds, words.view(rows, len(kinds)).unbind(1), strict=True)]
+    if count % 2:
+        found[-1][-1] = kinds[-1].draw(generator)[0]
+    return found
+
+
+def _read(count: int, generator: torch.Generator) -> Tensor:
+    """The next words, an even number of them, as int64 [count]."""
+    pairs = torch.empty(count // 2, dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    return torch.stack((pairs >> 32 & 0xFFFFFFFF, pairs & 0xFFFFFFFF), dim=1).flatten()
+
+
+class Words:
+    """The coming words of a generator, for numbers whose count nobody knows before: one after another, at a tenth of a call's price.
+
+    Used as a context: at its end the generator stands where torch's own calls would have left it. Numbers are Python's.
+    """
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator or torch.default_generator
+        self._state = self.generator.get_state()
+        self._ahead: list[int] = []
+        self._at = 0
+
+    def __enter__(self) -> Words:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._go_to(self._at)
+
+    def rand(self) -> float:
+        """``torch.rand(1).item()``."""
+        return (self._word() & 0xFFFFFF) * 2.0**-24
+
+    def uniform(self, low: float, high: float) -> float:
+        """``torch.empty(1).uniform_(low, high).item()``."""
+        low, high = c_float(low).value, c_float(high).value
+        return c_float(self.rand() * c_float(high - low).value + low).value
+
+    def randint(self, low: int, high: int) -> int:
+        """``torch.randint(low, high, (1,)).item()``, for ranges up to 2**28."""
+        return low + self._word() % (high - low)
+
+    def randperm(self, count: int) -> list[int]:
+        """``torch.randperm(count).tolist()``, for small counts."""
+        found = list(range(count))
+        for at in range(count - 1):
+            other = at + self._word() % (count - at)
+            found[at], found[other] = found[other], found[at]
+        return found
+
+    def draw(self, kind: Draw) -> float:
+        return self.uniform(kind.low, kind.high) if isinstance(kind, Uniform) else self.randint(0, kind.below)
+
+    def torch(self) -> torch.Generator:
+        """The generator itself, at its place, for whatever else is to be drawn from it; reading ahead begins anew behind that."""
+        self._go_to(self._at)
+        self._state, self._ahead, self._at = None, [], 0
+        return self.generator
+
+    def _word(self) -> int:
+        if self._at == len(self._ahead):
+            if self._state is None:
+                self._state = self.generator.get_state()
+            self._ahead += _read(max(AHEAD, len(self._ahead)), self.generator).tolist()
+        self._at += 1
+        return self._ahead[self._at - 1]
+
+    def _go_to(self, count: int) -> None:
+        if self._ahead:
+            self.generator.set_state(self._state)
+            if count > 1:
+                torch.empty(count // 2, dtype=torch.int64).random_(-(2**63), None, generator=self.generator)
+            if count % 2:
+                torch.empty(1, dtype=torch.int32).random_(generator=self.generator)
+
+
+@cache
+def understood() -> bool:
+    """Whether this torch draws as it is written above: 64 numbers of each kind, and where the generator ends."""
+    kinds = (Uniform(), Uniform(-0.3, 1.7), Uniform(math.log(0.75), math.log(4 / 3)), Integer(9), Integer(2**20 + 7))
+    bulk, single, read = (torch.Generator().manual_seed(1301) for _ in range(3))
+    together = columns(kinds, 64, bulk)
+    one_by_one = [[kind.draw(single) for kind in kinds] for _ in range(64)]
+    with Words(read) as words:
+        ahead = [[words.draw(kind) for kind in kinds] for _ in range(64)]
+    same = all(together[at][row] == one_by_one[row][at] == ahead[row][at] for row in range(64) for at in range(len(kinds)))
+    with Words(read) as words:
+        orders = [words.randperm(count) for count in range(1, 8)]
+    ends = torch.equal(bulk.get_state(), single.get_state())
+    same = same and orders == [torch.randperm(count, generator=single).tolist() for count in range(1, 8)]
+    return same and ends and torch.equal(read.get_state(), single.get_state())

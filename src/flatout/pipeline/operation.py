@@ -1,0 +1,68 @@
+"""What a transform of one image becomes for a batch of them.
+
+Shapes: B batch, C channels, H height, W width. Images of a batch have one shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatout.pipeline.draws import Draw, Words
+
+
+class Shape(NamedTuple):
+    channels: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an image is at one point of a pipeline: the same transform does other arithmetic to a PIL image than to a tensor."""
+
+    kind: str  # "pil", "numpy" or "tensor"
+    dtype: torch.dtype = torch.uint8
+    mode: str = ""  # of a PIL image: L, RGB, RGBA
+    tv: bool = False  # a tv_tensors.Image rather than a plain tensor
+
+
+class Unknown(Exception):
+    """Why a transform cannot be done to a batch: a sentence."""
+
+
+class Operation:
+    """One transform, done to a batch. Deterministic and keeping shape and form, unless it says otherwise.
+
+    Values are those of torchvision image by image: bit for bit, or within ``apart`` where it says so. Where the count of random numbers
+    an image takes is known before, `draws` lists them and ``numbers`` are columns [B], one a draw; where it depends on what is drawn,
+    `draws` answers None, `row` draws for one image, and ``numbers`` is the list of what it answered, one a row.
+    """
+
+    apart: float = 0.0  # the farthest a value may be from torchvision's, where 1.0 is white
+
+    def draws(self, shape: Shape) -> tuple[Draw, ...] | None:
+        return ()
+
+    def row(self, shape: Shape, words: Words) -> Any:
+        """The numbers of one image of this shape, drawn in torchvision's order."""
+        raise NotImplementedError
+
+    def shape(self, shape: Shape) -> Shape:
+        """Of what comes out. Raises ValueError where torchvision would refuse the image."""
+        return shape
+
+    def form(self, form: Form) -> Form:
+        return form
+
+    def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
+        """images [B, C, H, W] of any strides; never changed in place."""
+        raise NotImplementedError
+
+
+Reader = Callable[[Any, Form], "Operation | Sequence[Operation]"]
+"""Reads a transform object of torchvision: what it becomes for images of this form. Raises Unknown with the reason where nothing."""

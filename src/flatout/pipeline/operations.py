@@ -1,0 +1,157 @@
+"""Operations that move or rescale pixels: padding, crops, flips, conversion to floats, normalising. Bit for bit torchvision's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flatout.pipeline.draws import Draw, Integer, Uniform
+from flatout.pipeline.operation import Form, Operation, Shape
+
+
+@dataclass(frozen=True)
+class Flip(Operation):
+    """Mirror about ``axis`` (-1 left and right, -2 top and bottom) with probability ``p``."""
+
+    axis: int
+    p: float
+
+    def draws(self, shape: Shape) -> tuple[Draw, ...]:
+        return (Uniform(),)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        rows = (numbers[0] < self.p).nonzero().squeeze(1)
+        flipped = images.clone()
+        flipped[rows] = images[rows].flip(self.axis)
+        return flipped
+
+
+@dataclass(frozen=True)
+class Pad(Operation):
+    """Widen every side. ``fill`` has one number for each channel, or one for all; it counts where the mode is constant."""
+
+    left: int
+    top: int
+    right: int
+    bottom: int
+    mode: str = "constant"
+    fill: tuple[float, ...] = (0,)
+
+    def shape(self, shape: Shape) -> Shape:
+        if self.mode == "reflect" and (max(self.top, self.bottom) >= shape.height or max(self.left, self.right) >= shape.width):
+            raise ValueError(f"{self} reflects more than an image of {shape.height} x {shape.width} has")
+        return Shape(shape.channels, shape.height + self.top + self.bottom, shape.width + self.left + self.right)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        batch, *dimensions = images.shape
+        old = Shape(*dimensions)
+        if self.mode != "constant":
+            rows = _positions(old.height, self.top, self.bottom, self.mode)
+            columns = _positions(old.width, self.left, self.right, self.mode)
+            return images.index_select(2, rows).index_select(3, columns)
+        new = self.shape(old)
+        padded = images.new_empty((batch, new.height, new.width, new.channels)).permute(0, 3, 1, 2)  # a row of pixels stays together
+        fill = torch.tensor(self.fill, dtype=images.dtype).view(-1, 1, 1)
+        below, beside = self.top + old.height, self.left + old.width
+        for edge in (padded[:, :, :self.top], padded[:, :, below:], padded[:, :, self.top:below, :self.left], padded[:, :, self.top:below, beside:]):
+            edge.copy_(fill.expand(new.channels, *edge.shape[2:]))
+        padded[:, :, self.top:below, self.left:beside] = images
+        return padded
+
+
+def _positions(length: int, before: int, after: int, mode: str) -> Tensor:
+    """Where each padded position takes its value from, along one axis."""
+    at = torch.arange(-before, length + after)
+    if mode == "edge" or length == 1:
+        return at.clamp(0, length - 1)
+    period = 2 * length - 2 if mode == "reflect" else 2 * length
+    at = at % period
+    return torch.where(at < length, at, period - at if mode == "reflect" else period - 1 - at)
+
+
+@dataclass(frozen=True)
+class Window(Operation):
+    """A window of this size at a random place; where an image has just this size, nothing is drawn."""
+
+    height: int
+    width: int
+    apart_axes: bool = False  # v2 draws for each axis by itself, v1 for both or none
+
+    def _drawn(self, shape: Shape) -> tuple[bool, bool]:
+        rows, columns = shape.height > self.height, shape.width > self.width
+        return (rows, columns) if self.apart_axes else (rows or columns, rows or columns)
+
+    def draws(self, shape: Shape) -> tuple[Draw, ...]:
+        rows, columns = self._drawn(shape)
+        return (Integer(shape.height - self.height + 1),) * rows + (Integer(shape.width - self.width + 1),) * columns
+
+    def shape(self, shape: Shape) -> Shape:
+        if shape.height < self.height or shape.width < self.width:
+            raise ValueError(f"a crop of {self.height} x {self.width} from an image of {shape.height} x {shape.width}")
+        return Shape(shape.channels, self.height, self.width)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        batch = len(images)
+        rows, columns = self._drawn(Shape(*images.shape[1:]))
+        left = iter(numbers)
+        top = next(left) if rows else torch.zeros(batch, dtype=torch.int64)
+        side = next(left) if columns else torch.zeros(batch, dtype=torch.int64)
+        windows = images.unfold(2, self.height, 1).unfold(3, self.width, 1)
+        return windows[torch.arange(batch), :, top, side]
+
+
+@dataclass(frozen=True)
+class Part(Operation):
+    """The same window of every image."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+    def shape(self, shape: Shape) -> Shape:
+        return Shape(shape.channels, self.height, self.width)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        return images[:, :, self.top:self.top + self.height, self.left:self.left + self.width]
+
+
+@dataclass(frozen=True)
+class ToTensor(Operation):
+    """A PIL image or an array becomes a tensor of the same whole numbers."""
+
+    tv: bool = False
+
+    def form(self, form: Form) -> Form:
+        return Form("tensor", form.dtype, tv=self.tv)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        return images
+
+
+@dataclass(frozen=True)
+class Scale(Operation):
+    """Bytes to floats in [0, 1]: divided (v1) or multiplied with the reciprocal (v2), which rounds otherwise."""
+
+    dtype: torch.dtype
+    divide: bool = True
+
+    def form(self, form: Form) -> Form:
+        return replace(form, dtype=self.dtype)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        floats = images.to(self.dtype, memory_format=torch.contiguous_format)
+        return floats.div_(255) if self.divide else floats.mul_(1.0 / 255)
+
+
+@dataclass(frozen=True)
+class Normalize(Operation):
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        mean, deviation = (torch.tensor(each, dtype=images.dtype).view(-1, 1, 1) for each in (self.mean, self.deviation))
+        return images.sub(mean).div_(deviation)
