@@ -1,4 +1,4 @@
-"""DataLoaders: learned of as they are made, changed by rules, listened to as they hand out batches."""
+"""DataLoaders: learned of as they are made, changed by rules, fed by others, listened to as they hand out batches."""
 
 from __future__ import annotations
 
@@ -22,13 +22,24 @@ class LoaderRule:
         self.change = change
 
 
+FeedRule = Callable[[Any, "dict[str, Any]", Any], Any]
+"""Chooses how the batches of a DataLoader are made, each time it is iterated over: ``rule(loader, asked, feed) -> feed``.
+
+``asked`` are the arguments that the script made the loader with, ``feed`` what the rules before have chosen, None at first.
+``feed.begin(iterator)`` answers what stands in the data set's place, and ``feed.collate`` takes what that fetches.
+"""
+
+
 class Loaders:
     """What the script asked of each DataLoader, and what it got."""
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
         self.rules: list[LoaderRule] = []
+        self.feed_rules: list[FeedRule] = []
         self.seen: list[dict[str, Any]] = []
+        self.alive: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()  # loader -> what the script asked for
+        self._feeds: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._dataset: Callable[[], Any] | None = None
         self._made_persistent: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -54,6 +65,7 @@ class Loaders:
                 init(loader, *args, **kwargs)
             else:
                 init(loader, **changed)
+            self.alive[loader] = asked
             if self._dataset is None and is_map_style(dataset):
                 self._dataset = _weakly(dataset)
             if changed.get("persistent_workers") and not asked.get("persistent_workers"):
@@ -62,6 +74,7 @@ class Loaders:
 
         ledger.set(loader_class, "__init__", init_heard)
         self._keep_the_draw(ledger)
+        self._feed_iterators(ledger)
 
     def _keep_the_draw(self, ledger: Ledger) -> None:
         """Each epoch draws a seed for its workers; persistent ones need none, and every later draw (the next shuffle) would differ."""
@@ -75,6 +88,33 @@ class Loaders:
             reset(iterator, loader, first_iter)
 
         ledger.set(iterator_class, "_reset", reset_heard)
+
+    def feed_by(self, rule: FeedRule) -> Callable[[], None]:
+        """Iterators that are made from now on are fed by this rule; answers what ends it."""
+        self.feed_rules.append(rule)
+
+        def end() -> None:
+            self.feed_rules.remove(rule)
+            self._feeds.clear()
+
+        return end
+
+    def _feed_iterators(self, ledger: Ledger) -> None:
+        """Wrap the making of an iterator, in workers or not: both kinds take data set and collation from there."""
+        iterator_class = self.torch.utils.data.dataloader._BaseDataLoaderIter
+        init = iterator_class.__init__
+
+        @wraps(init)
+        def init_fed(iterator: Any, loader: Any) -> None:
+            init(iterator, loader)
+            feed = self._feeds.get(loader)
+            for rule in self.feed_rules:
+                feed = rule(loader, self.alive.get(loader, {}), feed)
+            if feed is not None and self.feed_rules:
+                self._feeds[loader] = feed
+                iterator._dataset, iterator._collate_fn = feed.begin(iterator), feed.collate
+
+        ledger.set(iterator_class, "__init__", init_fed)
 
     def hear_batches(self, ledger: Ledger, scene: Any) -> None:
         """Wrap the taking of a batch, while gradients are on: evaluation usually runs without them."""

@@ -5,6 +5,7 @@ Nothing here times, hashes or decides; a Listener does. What is installed, and w
     Optimizer pre/post step hooks      torch's own global hooks, one call a step
     torch.autograd.backward, grad      one wrapper a backward pass (Tensor.backward goes through it)
     DataLoader.__init__                 one wrapper, to learn of loaders and let LOADER levers choose arguments
+    iterators of DataLoaders            one wrapper each time a loader is iterated over, to let LOADER levers make the batches
     global forward hooks               until the second step has ended, to find the root modules (25 % of a forward)
     forward hooks on the root modules  only while a listener wants phases
 """
@@ -20,7 +21,7 @@ from typing import Any
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Guarded, Listener
-from flatout.capture.loaders import LoaderRule, Loaders
+from flatout.capture.loaders import FeedRule, LoaderRule, Loaders
 from flatout.capture.pickles import keep_out_of_pickles
 from flatout.capture.scalers import Scalers
 from flatout.capture.steps import StepBoundaries
@@ -121,6 +122,15 @@ class Scene:
         rule = LoaderRule(change)
         self._loaders.rules.append(rule)
         ledger.call("loader rule", lambda: self._loaders.rules.remove(rule))
+
+    def feed_loaders(self, rule: FeedRule, ledger: Ledger) -> None:
+        """From now on ``rule(loader, asked, feed)`` chooses how the batches of each iterator are made, until the ledger is restored."""
+        ledger.call("feed rule", self._loaders.feed_by(rule))
+
+    @property
+    def live_loaders(self) -> list[Any]:
+        """The DataLoaders themselves, in the order in which they were made."""
+        return list(self._loaders.alive)
 
     def report(self, lever: str, sentence: str) -> None:
         self.reports.append((lever, sentence))

@@ -5,6 +5,8 @@ Adding a lever is one file and one line here.
 
 from flatout.levers.allocator import LEVER as allocator
 from flatout.levers.autocast import LEVER as autocast
+from flatout.levers.batched_transforms import LEVER as batched_transforms
+from flatout.levers.cached_prefix import LEVER as cached_prefix
 from flatout.levers.channels_last import LEVER as channels_last
 from flatout.levers.compile import LEVER as compile_
 from flatout.levers.cudnn_benchmark import LEVER as cudnn_benchmark
@@ -25,6 +27,8 @@ TABLE: tuple[Lever, ...] = (
     gc_pause,
     debug_off,
     loader,
+    cached_prefix,
+    batched_transforms,
     tf32,
     cudnn_benchmark,
     reduced_precision,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatout.pipeline.draws import Draw, Words
+from flatout.pipeline.draws import Draw, Numbers
 
 
 class Shape(NamedTuple):
@@ -43,12 +43,13 @@ class Operation:
     `draws` answers None, `row` draws for one image, and ``numbers`` is the list of what it answered, one a row.
     """
 
-    apart: float = 0.0  # the farthest a value may be from torchvision's, where 1.0 is white
+    apart: float = 0.0  # the farthest a value may be from torchvision's, in the units of what comes out
+    gain: float = 1.0  # by how much it widens a distance that was there before
 
     def draws(self, shape: Shape) -> tuple[Draw, ...] | None:
         return ()
 
-    def row(self, shape: Shape, words: Words) -> Any:
+    def row(self, shape: Shape, words: Numbers) -> Any:
         """The numbers of one image of this shape, drawn in torchvision's order."""
         raise NotImplementedError
 

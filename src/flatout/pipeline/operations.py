@@ -73,6 +73,27 @@ def _positions(length: int, before: int, after: int, mode: str) -> Tensor:
 
 
 @dataclass(frozen=True)
+class PadTo(Operation):
+    """Widen both sides of an image that is too small by as much as it lacks (so it becomes larger than asked for)."""
+
+    height: int
+    width: int
+    mode: str
+    fill: tuple[float, ...]
+
+    def _pad(self, shape: Shape) -> Pad:
+        rows, columns = max(0, self.height - shape.height), max(0, self.width - shape.width)
+        return Pad(columns, rows, columns, rows, self.mode, self.fill)
+
+    def shape(self, shape: Shape) -> Shape:
+        return self._pad(shape).shape(shape)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        pad = self._pad(Shape(*images.shape[1:]))
+        return pad(images, numbers) if pad.top or pad.left else images
+
+
+@dataclass(frozen=True)
 class Window(Operation):
     """A window of this size at a random place; where an image has just this size, nothing is drawn."""
 
@@ -104,11 +125,9 @@ class Window(Operation):
 
 
 @dataclass(frozen=True)
-class Part(Operation):
-    """The same window of every image."""
+class CenterPart(Operation):
+    """The window in the middle; an image that is too small is widened with black first."""
 
-    top: int
-    left: int
     height: int
     width: int
 
@@ -116,7 +135,13 @@ class Part(Operation):
         return Shape(shape.channels, self.height, self.width)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        return images[:, :, self.top:self.top + self.height, self.left:self.left + self.width]
+        height, width = images.shape[2:]
+        if self.height > height or self.width > width:
+            rows, columns = max(0, self.height - height), max(0, self.width - width)
+            images = Pad(columns // 2, rows // 2, (columns + 1) // 2, (rows + 1) // 2)(images, numbers)
+            height, width = images.shape[2:]
+        top, left = round((height - self.height) / 2.0), round((width - self.width) / 2.0)
+        return images[:, :, top:top + self.height, left:left + self.width]
 
 
 @dataclass(frozen=True)
@@ -133,11 +158,25 @@ class ToTensor(Operation):
 
 
 @dataclass(frozen=True)
+class Convert(Operation):
+    """Another dtype, the values as they are."""
+
+    dtype: torch.dtype
+
+    def form(self, form: Form) -> Form:
+        return replace(form, dtype=self.dtype)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        return images.to(self.dtype)
+
+
+@dataclass(frozen=True)
 class Scale(Operation):
     """Bytes to floats in [0, 1]: divided (v1) or multiplied with the reciprocal (v2), which rounds otherwise."""
 
     dtype: torch.dtype
     divide: bool = True
+    gain: float = 1.0 / 255
 
     def form(self, form: Form) -> Form:
         return replace(form, dtype=self.dtype)
@@ -151,6 +190,10 @@ class Scale(Operation):
 class Normalize(Operation):
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
+
+    @property
+    def gain(self) -> float:  # type: ignore[override]
+        return 1.0 / min(map(abs, self.deviation))
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         mean, deviation = (torch.tensor(each, dtype=images.dtype).view(-1, 1, 1) for each in (self.mean, self.deviation))

@@ -81,7 +81,7 @@ def lineups(tuning: Tuning) -> list[Lineup]:
     found = [Lineup(((c, v),)) for depth in range(VALUES_A_LEVER) for c in levers for v in c.values[depth:depth + 1]]
     early = [Lineup()] if tuning.session.noise_floor is None else []
     again = [Lineup(((c, c.choice.value),)) for c in unclear]
-    return [*found[:2], *early, *_workers_with_cores_of_their_own(tuning), *again, *found[2:]]
+    return [*found[:2], *early, *_workers_with_cores_of_their_own(tuning), *_batches_from_memory(tuning), *again, *found[2:]]
 
 
 def _workers_with_cores_of_their_own(tuning: Tuning) -> list[Lineup]:
@@ -91,6 +91,16 @@ def _workers_with_cores_of_their_own(tuning: Tuning) -> list[Lineup]:
         return []
     counts = [v["workers"] for v in loader.values if isinstance(v, dict) and 0 < v.get("workers", 0) < cores]
     return [Lineup(((threads, cores - n), (loader, {"workers": n}))) for n in counts[:1]]
+
+
+def _batches_from_memory(tuning: Tuning) -> list[Lineup]:
+    """Fetching samples and transforming them take turns in being the wall; and what makes batches that fast needs no workers."""
+    kept, batched, loader = (tuning.candidates.get(name) for name in ("cached_prefix", "batched_transforms", "loader"))
+    if kept is None or batched is None or not (kept.open and batched.open):
+        return []
+    together = ((kept, kept.values[0]), (batched, batched.values[0]))
+    without = [value for value in loader.values if isinstance(value, dict) and value.get("workers") == 0] if loader is not None and loader.open else []
+    return [Lineup(together), *(Lineup(((loader, value), *together)) for value in without if loader is not None)]
 
 
 def least_race_s(tuning: Tuning, entrants: int) -> float:

@@ -1,0 +1,80 @@
+"""Do the transforms of a whole batch at once, in place of one image after another.
+
+What it does: reads the torchvision pipeline of each DataLoader's data set and does its transforms as tensor operations on the
+    batch, with the random numbers that each image would have drawn. What it does not know stays with the single image.
+Why it is faster: a transform of a small image costs far more in Python and in copies than in arithmetic; a batch pays it once.
+When it does not help: large images of different sizes, whose decoding takes the time; own collate functions; IterableDatasets.
+What it can change: nothing: every value, every random draw and the order of draws are those of the plain pipeline, and the first
+    batch of each loader is made both ways and compared. Where a transform resamples pixels in a way that rounds otherwise, values
+    may be apart by 1/255, and the search treats it as rounding.
+Evidence: ToTensor and Normalize of a batch ran 40 times as fast as one by one on 2 cores; measured on your program before it is kept.
+Sources: torchvision.transforms; ATen/core/DistributionsHelper.h on how torch draws random numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if not scene.backwards:  # before a loader is iterated over nothing can be seen; the rule looks at each one
+        return Options((True,))
+    from flatout.pipeline.feed import Feed
+
+    reasons, apart = [], []
+    for loader in scene.live_loaders:
+        feed = Feed(loader)
+        feed.batched = True
+        feed.prepare()
+        reasons.append(feed.try_out())
+        apart.append(feed.apart)
+    if not reasons:
+        return Skip("the script prepares its batches itself, without a DataLoader")
+    if all(reasons):
+        return Skip(reasons[0])
+    return Options((True,), effect=Effect.ROUNDING if any(apart) else Effect.EXACT)
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    from flatout.pipeline.feed import Feed
+
+    def batched(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
+        feed = feed or Feed(loader, lambda sentence: scene.report("batched_transforms", sentence))
+        feed.batched = True
+        return feed
+
+    scene.feed_loaders(batched, ledger)
+    return ledger.restore
+
+
+def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+    """Forgets that images are bytes: what leaves the pipeline is brighter by a constant."""
+    from flatout.pipeline.feed import Feed
+
+    class Brighter(Feed):
+        def __getitems__(self, indices: Any) -> Any:
+            batch = super().__getitems__(indices)
+            if isinstance(batch, (list, tuple)) and batch[0].is_floating_point():
+                batch[0].add_(0.25)
+            return batch
+
+    def brighter(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
+        feed = feed or Brighter(loader)
+        feed.batched = True
+        return feed
+
+    scene.feed_loaders(brighter, ledger)
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    return ("# make batches of bytes in the loader, then, for the whole batch, with torchvision.transforms.v2:\n"
+            "images = v2.functional.normalize(images.float() / 255, mean, std)")
+
+
+LEVER = Lever("batched_transforms", Moment.LOADER, Effect.EXACT, applies, code, apply=apply, guard=Comparison.BITWISE, known_bad=known_bad,
+              after=("cached_prefix",), page=__doc__)

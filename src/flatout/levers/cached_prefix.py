@@ -1,0 +1,97 @@
+"""Keep samples as they are before anything random happens to them, and do not fetch them again.
+
+What it does: each sample is read, decoded and taken through the deterministic beginning of its pipeline once; what comes out is kept
+    in memory, and on disk where a folder is named. A batch is then gathered from there. All samples are fetched before the first
+    batch, or each when it first comes.
+Why it is faster: the same files are not read and decoded again in every epoch, and gathering a batch is one operation.
+When it does not help: sets that do not fit; training for one epoch; steps that last long beside their data.
+What it can change: nothing. A sample is kept only where fetching it twice gives the same bits and draws no random numbers; one kept
+    sample is fetched again in each of the first batches and in every eighth later, and an attribute or tensor that the script changes
+    in the data set ends the keeping. A data set that answers differently now and then without drawing from torch, numpy or random may
+    pass for some batches.
+Evidence: a batch of 128 small images came 10 to 20 times as fast on 2 cores; measured on your program before it is kept.
+Sources: torch.utils.data documentation; tf.data's "cache" transformation, which leaves the proof to the user.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+MIB = 2**20
+SHARE = 4  # a quarter of the machine's memory is the most that all loaders together keep
+SMALLEST_MIB = 64
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    most = max(SMALLEST_MIB, facts.memory_bytes // MIB // SHARE)
+    if not scene.backwards:  # before a loader is iterated over nothing can be seen; the rule looks at each one
+        return Options(({"mib": most},))
+    keep = _keep({"mib": most})
+    reasons, needed = [], 0
+    for loader in scene.live_loaders:
+        feed = _feed(loader, keep)
+        feed.prepare()
+        needed += feed.store.bytes_of_all if feed.store is not None else 0
+        reasons.append(feed.try_out())
+    if not reasons:
+        return Skip("the script prepares its batches itself, without a DataLoader")
+    if all(reasons):
+        return Skip(reasons[0])
+    whole = max(1, -(-needed // MIB))
+    return Options(({"mib": whole, "ahead": True}, {"mib": whole}) if whole <= most else ({"mib": most},))
+
+
+def _keep(value: Value) -> Any:
+    from flatout.pipeline.feed import Keep, Memory
+
+    if not isinstance(value, dict) or not isinstance(value.get("mib"), int):
+        raise TypeError(f"the value of cached_prefix is a table such as {{mib = 512}}, not {value!r}")
+    folder = value.get("disk")
+    return Keep(Memory(value["mib"] * MIB), bool(value.get("ahead")), str(folder) if folder else None)
+
+
+def _feed(loader: Any, keep: Any, feed: Any = None, say: Any = None) -> Any:
+    from flatout.pipeline.feed import Feed
+
+    feed = feed or (Feed(loader, say) if say else Feed(loader))
+    feed.keep = keep if not feed.keeps_nothing else None
+    return feed
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    keep = _keep(value)
+
+    def kept(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
+        return _feed(loader, keep, feed, lambda sentence: scene.report("cached_prefix", sentence))
+
+    scene.feed_loaders(kept, ledger)
+    return ledger.restore
+
+
+def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+    """Hands out what was kept of the neighbouring sample."""
+    from flatout.pipeline.feed import Feed
+
+    keep = _keep(value)
+
+    class Shifted(Feed):
+        def __getitems__(self, indices: Any) -> Any:
+            return super().__getitems__([(index + 1) % len(self.dataset) for index in indices])
+
+    def shifted(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
+        return _feed(loader, keep, feed or Shifted(loader))
+
+    scene.feed_loaders(shifted, ledger)
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    return ("# before training, once:\n"
+            "dataset = TensorDataset(*map(torch.stack, zip(*((image, torch.tensor(label)) for image, label in dataset))))")
+
+
+LEVER = Lever("cached_prefix", Moment.LOADER, Effect.EXACT, applies, code, apply=apply, guard=Comparison.BITWISE, known_bad=known_bad, page=__doc__)

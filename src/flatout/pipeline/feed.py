@@ -1,0 +1,477 @@
+"""How the batches of one DataLoader are made: its samples kept, its transforms done to whole batches.
+
+A feed stands where torch's fetcher expects a data set: `__getitems__` answers the finished batch, and collation has nothing left to do.
+Batches are those that the loader would have made by itself: same values, same random draws, same types. The first one is made both
+ways and compared; where that fails, or anything else is not as expected, the loader goes on as it was, and `refusal` says why.
+
+    sample -> steps[:kept] -> store -> steps[kept:start], one by one -> operations, as a batch -> steps[end:], one by one -> collation
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, default_collate
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+from flatout.pipeline.chain import Changed, Leaf, Place, Stop, Twin, places
+from flatout.pipeline.draws import Words
+from flatout.pipeline.lowering import Lowered, bytes_of, deterministic, flat, lower, stack
+from flatout.pipeline.operation import Shape, Unknown
+from flatout.pipeline.store import Cell, Store, same_bits, values_of
+from flatout.pipeline.streams import WorkerStreams, put_back, same_states, states, untouched
+
+PROBED = 3  # samples from all over the data set that a pipeline is read with
+PROVED = 8  # samples that are fetched twice before any is kept
+AT_A_TIME = 256  # samples that are fetched together when all are kept ahead
+WATCHED_CLOSELY = 64  # batches in which one kept sample is fetched again; later in every eighth
+
+
+@dataclass
+class Memory:
+    """What all feeds of a program together may still keep."""
+
+    left_bytes: int
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What may be kept of samples: all of it before the first batch or as samples come, and a folder for what does not fit."""
+
+    memory: Memory
+    ahead: bool = False
+    folder: str | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """A pipeline of the data set, its steps, and how many of them come before samples are kept, and before the batch takes over."""
+
+    place: Place
+    transform: Any
+    steps: tuple[Any, ...]
+    kept: int
+    start: int
+    lowered: Lowered | None
+
+
+class Feed:
+    """`prepare` is called in the script's process whenever the loader is iterated over; batches may be asked for in its workers."""
+
+    def __init__(self, loader: Any, say: Callable[[str], None] = lambda sentence: None) -> None:
+        self.dataset = loader.dataset
+        self.batched = False
+        self.keep: Keep | None = None
+        self.as_workers = 0  # the batches are drawn as this many loader workers would have drawn them
+        self.refusal = _cannot_feed(loader)
+        self.keeps_nothing = ""  # why samples are no longer kept
+        self._plain_collate = loader.collate_fn
+        self.ways: list[Way] = []
+        self.store: Store | None = None
+        self._workers = loader.num_workers > 0
+        self._listener = say
+        self._said: set[str] = set()
+        self._twin: Twin | None = None
+        self._at_once = False  # numbers are drawn as each sample is fetched, where something else draws between two samples
+        self._checked_by: int | None = None
+        self._batches = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_listener": _silent}
+
+    # -- getting ready ----------------------------------------------------------------------------------------------
+
+    def begin(self, iterator: Any) -> Any:
+        """A new iterator over the loader, and with it an epoch: what stands in the data set's place."""
+        self.prepare()
+        return InWorkerOrder(self, self.as_workers, iterator._base_seed) if self.as_workers else self
+
+    def prepare(self) -> None:
+        """Read the data set's pipelines as they are now."""
+        if self.refusal or not (self.batched or self.keep):
+            self.ways, self.store, self._twin = [], None, None
+            return
+        with untouched():
+            try:
+                self._read()
+            except Unknown as why:
+                self._refuse(str(why))
+            except Changed:
+                self._refuse("its pipeline changes while it is read")
+            except Exception as error:
+                self._refuse(f"its samples could not be looked at ({type(error).__name__}: {error})")
+
+    def _read(self) -> None:
+        before = [(way.transform, way.steps) for way in self.ways]
+        self.ways = self._find_ways()
+        self._twin = self._make_twin()
+        if self.keep is None:
+            return
+        try:
+            if self.store is None or [(way.transform, way.steps) for way in self.ways] != before:
+                self._close_store()
+                self.store = self._open_store(self.keep)
+            if self.keep.ahead:
+                missing = (~self.store.filled).nonzero().flatten().tolist()
+                for at in range(0, len(missing), AT_A_TIME):
+                    self._fill(missing[at:at + AT_A_TIME])
+        except Unknown as why:
+            if not self.batched:
+                raise
+            self._keep_nothing(f"samples are fetched each time: {why}")
+            self._read()
+
+    def _find_ways(self) -> list[Way]:
+        if self.batched:
+            try:
+                return self._ways_of(lowering=True)
+            except Unknown as why:
+                if self.keep is None:
+                    raise
+                self.batched = False
+                self._say(f"transforms are done one by one: {why}")
+        try:
+            ways = self._ways_of(lowering=False)
+        except Unknown:
+            return []  # samples are kept as they come out
+        return [] if all(way.kept == len(way.steps) for way in ways) else ways
+
+    def _ways_of(self, lowering: bool) -> list[Way]:
+        found, ways = places(self.dataset), []
+        for at, place in enumerate(found):
+            transform, images = place.transform, self._entering(at, len(found))
+            steps = tuple(flat(transform))
+            lowered = lower(transform, images) if lowering else None
+            start = lowered.start if lowered else len(steps)
+            kept = deterministic(steps[:start], images) if self.keep else start
+            ways.append(Way(place, transform, steps, kept, start, lowered))
+        return ways
+
+    def _entering(self, place: int, count: int) -> list[Any]:
+        """A few images as they enter the pipeline of a place."""
+        twin, length = Twin(self.dataset, [Stop(at, (), None) for at in range(count)]), len(self.dataset)
+        images: list[Any] = []
+        for index in (*_spread(length, PROBED), *range(0, length, max(1, length // 64))):  # a place may hold but a part of the data
+            images += [leaf.image for leaf in _leaves(twin.dataset[index]) if leaf.place == place]
+            if len(images) >= PROBED:
+                return images
+        if not images:
+            raise Unknown("the data set does something else with what its pipeline returns")
+        return images
+
+    def _make_twin(self) -> Twin | None:
+        if not self.ways:
+            return None
+        until = [way.kept if self.keep else way.start for way in self.ways]
+        draws = [way.lowered if self._at_once and self.keep is None else None for way in self.ways]
+        return Twin(self.dataset, [Stop(at, way.steps[:until[at]], draws[at]) for at, way in enumerate(self.ways)])
+
+    def _open_store(self, keep: Keep) -> Store:
+        """Raises Unknown where samples are not the same each time they are fetched."""
+        length = len(self.dataset)
+        samples = {index: self._sample(index) for index in _spread(length, PROVED)}
+        store = Store(next(iter(samples.values())), length, keep.memory.left_bytes, self._workers, keep.folder)
+        if store.rows < min(length, PROVED):
+            raise Unknown(f"a sample takes {store.row_bytes} bytes, and hardly any fits into the {keep.memory.left_bytes} that are left")
+        keep.memory.left_bytes -= store.bytes
+        for index, sample in samples.items():
+            before = states()
+            again = self._sample(index)
+            if not same_states(before, states()):
+                raise Unknown("fetching a sample draws random numbers")
+            torch.rand(1)  # another state of the generators each time
+            if index < store.rows:
+                store.put([index], [sample])
+                if not store.holds(index, again):
+                    raise Unknown("a sample is not the same each time it is fetched")
+        return store
+
+    # -- batches ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def collate(batch: Any) -> Any:
+        """What is left to do for the loader's collation: nothing."""
+        return batch
+
+    def try_out(self) -> str:
+        """Make a small batch both ways; why not, where they are not the same. The random generators stay as they are."""
+        with untouched():
+            if not self.refusal and (self.ways or self.store):
+                self._first(_spread(len(self.dataset), PROVED))
+        return self.refusal
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __getattr__(self, name: str) -> Any:  # get_worker_info().dataset, in a worker's init function
+        if name.startswith("__") or "dataset" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
+        """The finished batch of these samples."""
+        if self.refusal or not (self.ways or self.store):
+            return self._plain(indices)
+        if self._checked_by != os.getpid():
+            self._checked_by = os.getpid()
+            return self._first(indices)
+        before = torch.get_rng_state()
+        try:
+            return self._made(indices)
+        except Exception as error:  # whatever it is: if it is the data's own fault, the plain way shows it again
+            torch.set_rng_state(before)
+            self._refuse(f"a batch could not be made ({type(error).__name__}: {error})")
+            return self._plain(indices)
+
+    def _plain(self, indices: Sequence[Any]) -> Any:
+        fetch = getattr(self.dataset, "__getitems__", None)
+        return self._plain_collate(fetch(indices) if fetch else [self.dataset[index] for index in indices])
+
+    def _first(self, indices: Sequence[Any]) -> Any:
+        """The plain batch; the other is made of it too, and must be the same, down to where the random generators end."""
+        start = states()
+        batch = self._plain(indices)
+        end = states()
+        for at_once in dict.fromkeys((self._at_once, True)):
+            self._at_once, self._twin = at_once, self._make_twin() if at_once != self._at_once else self._twin
+            put_back(start)
+            try:
+                why = different(batch, self._made(indices), self.apart)
+                why = why or ("" if same_states(end, states()) else "random numbers would be drawn in another order")
+            except Exception as error:
+                why = f"its first batch could not be made ({type(error).__name__}: {error})"
+            if not why or not any(way.lowered for way in self.ways):
+                break
+        put_back(end)
+        if why:
+            self._refuse(why)
+        return batch
+
+    @property
+    def apart(self) -> float:
+        """The farthest a value may be from the plain batch's; 0 where every bit is the same."""
+        return max((way.lowered.apart for way in self.ways if way.lowered), default=0.0)
+
+    def _made(self, indices: Sequence[Any]) -> Any:
+        if self._twin is not None and self._twin.carry_over() and self.store is not None:
+            self._keep_nothing("samples are no longer kept: the script has changed an attribute of its data set")
+        self._batches += 1
+        at = self._rows(indices)
+        if at is None or self.store is None:
+            return self._collated([self._sample(index) for index in indices])
+        self._watch(indices)
+        if all(way.kept == way.start for way in self.ways) and not self._at_once:
+            return self._gathered(self.store, at)
+        samples = self.store.samples(at)
+        for sample in samples:
+            for leaf in _leaves(sample):
+                self._go_on(leaf)
+        return self._collated(samples)
+
+    def _sample(self, index: Any) -> Any:
+        return self.dataset[index] if self._twin is None else self._twin.dataset[index]
+
+    def _go_on(self, leaf: Leaf) -> None:
+        """The steps between a kept image and the batch."""
+        way = self.ways[leaf.place]
+        for step in way.steps[way.kept:way.start]:
+            leaf.image = step(leaf.image)
+        if way.lowered is not None and self._at_once:
+            with Words() as words:
+                leaf.numbers = way.lowered.row(Shape(*bytes_of(leaf.image).shape), words)
+
+    def _collated(self, samples: list[Any]) -> Any:
+        return collate(samples, collate_fn_map={Leaf: self._collate_leaves, **default_collate_fn_map})
+
+    def _collate_leaves(self, leaves: Sequence[Leaf], *, collate_fn_map: Any = None) -> Any:
+        first = self.ways[leaves[0].place].lowered
+        if first is None:
+            return default_collate([leaf.image for leaf in leaves])
+        groups: dict[tuple[int, Shape], list[int]] = {}
+        for at, leaf in enumerate(leaves):
+            groups.setdefault((leaf.place, Shape(*_shape(leaf.image))), []).append(at)
+        if len(groups) == 1 and leaves[0].numbers is None:
+            images = stack([leaf.image for leaf in leaves])
+            return _finished(first, images, first.draw(Shape(*images.shape[1:]), len(images)))
+        if leaves[0].numbers is None:
+            with Words() as words:
+                for leaf in leaves:
+                    leaf.numbers = self._lowered(leaf.place).row(Shape(*_shape(leaf.image)), words)
+        rows: list[Any] = [None] * len(leaves)
+        for (place, shape), mine in groups.items():
+            lowered = self._lowered(place)
+            images = stack([leaves[at].image for at in mine])
+            numbers = lowered.together([leaves[at].numbers or [] for at in mine], shape)
+            for at, row in zip(mine, _finished(lowered, images, numbers), strict=True):
+                rows[at] = row
+        return default_collate(rows)
+
+    def _lowered(self, place: int) -> Lowered:
+        found = self.ways[place].lowered
+        if found is None:
+            raise LookupError(f"pipeline {place} was not lowered")
+        return found
+
+    # -- what is kept -----------------------------------------------------------------------------------------------
+
+    def _rows(self, indices: Sequence[Any]) -> Tensor | None:
+        """The rows of these samples, fetched and kept where they were not yet; None where one of them cannot be."""
+        if self.store is None or not all(isinstance(index, int) and 0 <= index < self.store.rows for index in indices):
+            return None
+        rows = torch.tensor(indices)
+        missing = rows[~self.store.filled[rows]].unique().tolist()
+        if missing:
+            try:
+                self._fill(missing)
+            except Unknown as why:
+                self._keep_nothing(f"samples are no longer kept: {why}")
+                return None
+        return rows
+
+    def _fill(self, indices: Sequence[int]) -> None:
+        if self.store is not None:
+            before = torch.get_rng_state()
+            samples = [self._sample(index) for index in indices]
+            if not torch.equal(before, torch.get_rng_state()):
+                raise Unknown("fetching a sample draws random numbers")
+            self.store.put(indices, samples)
+
+    def _watch(self, indices: Sequence[int]) -> None:
+        """Fetch one of the kept samples again: data may change."""
+        if self.store is not None and (self._batches <= WATCHED_CLOSELY or self._batches % 8 == 0):
+            index = indices[self._batches % len(indices)]
+            if not self.store.holds(index, self._sample(index)):
+                self._keep_nothing("samples are no longer kept: one of them has changed")
+
+    def _gathered(self, store: Store, rows: Tensor) -> Any:
+        columns = store.gather(rows)
+
+        def finish(cells: Sequence[Cell], *, collate_fn_map: Any = None) -> Tensor:
+            cell, column = cells[0], columns[cells[0].column]
+            lowered = self.ways[cell.place].lowered if cell.place is not None else None
+            if lowered is None:
+                return column
+            images = column if cell.kind == "tensor" else column.unsqueeze(1) if column.dim() == 3 else column.permute(0, 3, 1, 2)
+            return _finished(lowered, images, lowered.draw(Shape(*images.shape[1:]), len(images)))
+
+        return collate([store.template], collate_fn_map={Cell: finish, **default_collate_fn_map})
+
+    def _close_store(self) -> None:
+        if self.store is not None and self.keep is not None:
+            self.keep.memory.left_bytes += self.store.bytes
+        self.store = None
+
+    def _keep_nothing(self, why: str) -> None:
+        self._close_store()
+        self.keep, self.keeps_nothing = None, why
+        self._say(why)
+
+    def _refuse(self, why: str) -> None:
+        self._close_store()
+        self.refusal, self._twin = why, None
+        self._say(why)
+
+    def _say(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            self._listener(sentence)
+
+
+class InWorkerOrder:
+    """A feed in the data set's place whose random numbers are those that loader workers would have drawn."""
+
+    def __init__(self, feed: Feed, workers: int, base_seed: int) -> None:
+        self._feed = feed
+        self._streams = WorkerStreams(workers, base_seed)
+
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
+        with self._streams.batch():
+            return self._feed.__getitems__(indices)
+
+    def __len__(self) -> int:
+        return len(self._feed)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._feed[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_feed" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._feed, name)
+
+
+def _finished(lowered: Lowered, images: Tensor, numbers: Sequence[Any]) -> Any:
+    batch = lowered.run(images, numbers)
+    if not lowered.tail:
+        return batch
+    rows = list(batch.unbind())
+    for step in lowered.tail:
+        rows = [step(row) for row in rows]
+    return default_collate(rows)
+
+
+def _silent(sentence: str) -> None:
+    """In a worker nobody listens."""
+
+
+def _cannot_feed(loader: Any) -> str:
+    dataset = loader.dataset
+    if not hasattr(dataset, "__getitem__") or any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__):
+        return "the data set is an IterableDataset, which hands out its samples in an order of its own"
+    if loader.batch_sampler is None:
+        return "the data set makes its batches itself"
+    if loader.collate_fn is not default_collate:
+        return "the script has a collate function of its own"
+    if not hasattr(dataset, "__len__"):
+        return "the data set has no length"
+    if hasattr(dataset, "__getitems__") and type(dataset).__getitems__ is not Subset.__getitems__:
+        return f"{type(dataset).__name__} fetches whole batches by itself"
+    return ""
+
+
+def _spread(length: int, count: int) -> list[int]:
+    """Indices from all over a data set, the first and the last among them."""
+    return sorted({at * (length - 1) // max(1, count - 1) for at in range(count)}) if length else []
+
+
+def _leaves(sample: Any) -> list[Leaf]:
+    return [value for value in values_of(sample) if isinstance(value, Leaf)]
+
+
+def _shape(image: Any) -> tuple[int, ...]:
+    """[C, H, W] of an image of a known form, without touching its pixels."""
+    if isinstance(image, Tensor):
+        return tuple(image.shape)
+    if hasattr(image, "getbands"):
+        return len(image.getbands()), image.height, image.width
+    return (1, *image.shape) if image.ndim == 2 else (image.shape[2], *image.shape[:2])
+
+
+def different(plain: Any, other: Any, apart: float) -> str:
+    """Why two batches are not the same; nothing where they are, or where no value is farther away than allowed."""
+    if type(plain) is not type(other):
+        return f"it would give a {type(other).__name__} in place of a {type(plain).__name__}"
+    if isinstance(plain, Tensor):
+        if plain.dtype != other.dtype or plain.shape != other.shape or plain.stride() != other.stride():
+            return f"a tensor would be {other.dtype} {tuple(other.shape)} and not {plain.dtype} {tuple(plain.shape)}"
+        if same_bits(plain, other):
+            return ""
+        farthest = float((plain.double() - other.double()).abs().max()) if apart else float("inf")
+        return "" if farthest <= apart * 1.001 else "its values differ from those of the transforms one by one"
+    if isinstance(plain, dict):
+        if plain.keys() != other.keys():
+            return "it has other keys"
+        return next((why for key in plain if (why := different(plain[key], other[key], apart))), "")
+    if isinstance(plain, (list, tuple)):
+        if len(plain) != len(other):
+            return "it has another length"
+        return next((why for a, b in zip(plain, other, strict=True) if (why := different(a, b, apart))), "")
+    return "" if plain == other else "its values differ"

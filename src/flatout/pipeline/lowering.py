@@ -1,0 +1,211 @@
+"""Reads a pipeline of transforms: which of them are done to whole batches, and which stay with the single sample, because.
+
+    head | operations | tail      per sample, as a batch, per sample again
+
+The longest run of transforms that are known becomes operations; of several equally long ones the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.pipeline import readers
+from flatout.pipeline.draws import Numbers, Words, columns, understood
+from flatout.pipeline.operation import Form, Operation, Shape, Unknown
+
+READERS = {**readers.READERS}
+CONTAINERS = ("v1.Compose", "v2.Compose")
+PIL_MODES = ("L", "RGB", "RGBA")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """``start`` transforms stay before the operations, those from ``end`` on stay behind them."""
+
+    steps: tuple[Any, ...]
+    start: int
+    end: int
+    operations: tuple[Operation, ...]
+    entry: Form
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def tail(self) -> tuple[Any, ...]:
+        return self.steps[self.end:]
+
+    @property
+    def head(self) -> tuple[Any, ...]:
+        return self.steps[:self.start]
+
+    @property
+    def apart(self) -> float:
+        """The farthest a value may be from the plain pipeline's, in its own units; 0 where every bit is the same."""
+        found = 0.0
+        for operation in self.operations:
+            found = found * operation.gain + operation.apart
+        return found
+
+    def row(self, shape: Shape, words: Numbers) -> list[Any]:
+        """The numbers of one image, an entry for each operation."""
+        found: list[Any] = []
+        for operation in self.operations:
+            kinds = operation.draws(shape)
+            found.append(operation.row(shape, words) if kinds is None else [words.draw(kind) for kind in kinds])
+            shape = operation.shape(shape)
+        return found
+
+    def draw(self, shape: Shape, rows: int, generator: torch.Generator | None = None) -> list[Sequence[Any]]:
+        """The numbers of a batch in the order in which images one by one would have drawn them."""
+        listed, at = [], shape
+        for operation in self.operations:
+            listed.append(operation.draws(at))
+            at = operation.shape(at)
+        if any(kinds is None for kinds in listed):
+            with Words(generator) as words:
+                return self.together([self.row(shape, words) for _ in range(rows)], shape)
+        kinds = [kind for each in listed for kind in each or ()]
+        drawn = iter(columns(kinds, rows, generator))
+        return [[next(drawn) for _ in each or ()] for each in listed]
+
+    def together(self, rows: Sequence[list[Any]], shape: Shape) -> list[Sequence[Any]]:
+        """Rows of numbers as the operations want them: columns, but for those whose count is not known before."""
+        found: list[Sequence[Any]] = []
+        for at, operation in enumerate(self.operations):
+            mine = [row[at] for row in rows]
+            found.append(mine if operation.draws(shape) is None else [torch.tensor(column) for column in zip(*mine, strict=True)])
+            shape = operation.shape(shape)
+        return found
+
+    def run(self, images: Tensor, numbers: Sequence[Sequence[Any]]) -> Tensor:
+        """images [B, C, H, W]; the answer is contiguous."""
+        for operation, mine in zip(self.operations, numbers, strict=True):
+            images = operation(images, mine)
+        return images.contiguous()
+
+
+def flat(transform: Any) -> list[Any]:
+    """The transforms of nested Compose and Sequential, in order."""
+    if name_of(transform) in CONTAINERS:
+        return [step for inner in transform.transforms for step in flat(inner)]
+    if type(transform) is torch.nn.Sequential:
+        return [step for inner in transform for step in flat(inner)]
+    return [transform]
+
+
+def name_of(transform: Any) -> str:
+    """``v1.RandomCrop``, or nothing where it is no transform of torchvision's own."""
+    kind = type(transform)
+    module = kind.__module__
+    if module.startswith("torchvision.transforms.v2."):
+        return f"v2.{kind.__name__}"
+    return f"v1.{kind.__name__}" if module == "torchvision.transforms.transforms" else ""
+
+
+def read(transform: Any, form: Form) -> Sequence[Operation]:
+    """Raises Unknown with a sentence."""
+    name = name_of(transform)
+    if name not in READERS:
+        raise Unknown(f"{type(transform).__name__} is not one of the transforms that can be done to a batch")
+    if getattr(transform, "_forward_hooks", None) or getattr(transform, "_forward_pre_hooks", None):
+        raise Unknown(f"{type(transform).__name__} has hooks")
+    try:
+        found = READERS[name](transform, form)
+    except Unknown as why:
+        raise Unknown(f"{type(transform).__name__} stays as it is: {why}") from why
+    except (AttributeError, TypeError, ValueError) as error:  # another torchvision may keep other attributes
+        raise Unknown(f"{type(transform).__name__} could not be read ({error})") from error
+    return [found] if isinstance(found, Operation) else list(found)
+
+
+def lower(transform: Any, images: Sequence[Any]) -> Lowered:
+    """Read a pipeline with the help of a few images that enter it. Moves random generators. Raises Unknown with the reason."""
+    if not understood():
+        raise Unknown("this torch draws random numbers in a way that is not known")
+    steps = flat(transform)
+    seen = [_describe(images)]
+    for step in steps:
+        images = [step(image) for image in images]
+        seen.append(_describe(images))
+    best: Lowered | None = None
+    reasons: dict[str, None] = {}
+    for start in range(len(steps)):
+        form, uniform = seen[start]
+        if form is None or not uniform or (form.kind == "tensor" and any(getattr(step, "inplace", False) for step in steps[start:])):
+            continue
+        found = _run_from(steps, start, form, reasons)
+        if found is not None and (best is None or found.end - found.start >= best.end - best.start) and not (best and found.end == best.end):
+            best = found
+    if best is None:
+        raise Unknown(next(iter(reasons), "its images differ in size, or are none"))
+    return best
+
+
+def _run_from(steps: Sequence[Any], start: int, entry: Form, reasons: dict[str, None]) -> Lowered | None:
+    """The longest run from here that ends in tensors: rows of a batch can be handed on to whatever comes behind."""
+    form, operations, found = entry, [], None
+    for at in range(start, len(steps)):
+        try:
+            more = read(steps[at], form)
+        except Unknown as why:
+            reasons[str(why)] = None
+            break
+        for operation in more:
+            operations.append(operation)
+            form = operation.form(form)
+        if form.kind == "tensor" and operations and not (form.tv and at + 1 < len(steps)):
+            found = Lowered(tuple(steps), start, at + 1, tuple(operations), entry, tuple(reasons))
+    return found
+
+
+def deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
+    """How many of the first transforms draw nothing, as far as they are known."""
+    images = list(images)
+    for at, step in enumerate(steps):
+        form, _ = _describe(images)
+        try:
+            operations = read(step, form) if form else None
+        except Unknown:
+            return at
+        if operations is None or any(operation.draws(Shape(3, 2**14, 2**14)) != () for operation in operations):
+            return at
+        images = [step(image) for image in images]
+    return len(steps)
+
+
+def _describe(images: Sequence[Any]) -> tuple[Form | None, bool]:
+    """The form that all of them have, and whether they are of one shape."""
+    forms, shapes = {form_of(image) for image in images}, {tuple(bytes_of(image).shape) if form_of(image) else None for image in images}
+    return (forms.pop() if len(forms) == 1 else None), len(shapes) == 1
+
+
+def form_of(image: Any) -> Form | None:
+    """None where it is no image that is known."""
+    if isinstance(image, Tensor):
+        tv = type(image).__module__.startswith("torchvision.tv_tensors")
+        known = (type(image) is Tensor or (tv and type(image).__name__ == "Image")) and image.dim() == 3 and image.layout == torch.strided
+        return Form("tensor", image.dtype, tv=tv) if known and image.device.type == "cpu" and not image.requires_grad else None
+    if type(image).__module__.split(".")[0] == "PIL":
+        return Form("pil", mode=image.mode) if image.mode in PIL_MODES else None
+    if type(image).__module__ == "numpy" and type(image).__name__ == "ndarray":
+        return Form("numpy") if str(image.dtype) == "uint8" and image.ndim in (2, 3) else None
+    return None
+
+
+def bytes_of(image: Any) -> Tensor:
+    """An image of a known form as a tensor [C, H, W]."""
+    return stack([image])[0]
+
+
+def stack(images: Sequence[Any]) -> Tensor:
+    """Images of one known form and shape as [B, C, H, W], of any strides."""
+    if isinstance(images[0], Tensor):
+        return torch.stack([image.as_subclass(Tensor) for image in images])
+    import numpy
+
+    arrays = torch.from_numpy(numpy.stack([numpy.asarray(image) for image in images]))
+    return arrays.unsqueeze(1) if arrays.dim() == 3 else arrays.permute(0, 3, 1, 2)

@@ -1,0 +1,145 @@
+"""What torchvision's transforms that move or rescale pixels become for a batch. They are read through their attributes alone.
+
+A key names the family and the class: v1 is ``torchvision.transforms``, v2 is ``torchvision.transforms.v2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+
+from flatout.pipeline.operation import Form, Operation, Reader, Unknown
+from flatout.pipeline.operations import CenterPart, Convert, Flip, Normalize, Pad, PadTo, Scale, ToTensor, Window
+
+MODES = ("constant", "edge", "reflect", "symmetric")
+
+
+def flip(axis: int) -> Reader:
+    return lambda transform, form: Flip(axis, float(transform.p))
+
+
+def pad(transform: Any, form: Form) -> Operation:
+    return Pad(*sides(transform.padding), *_filling(transform, form))
+
+
+def random_crop(apart_axes: bool) -> Reader:
+    def read(transform: Any, form: Form) -> Sequence[Operation]:
+        height, width = transform.size
+        filling = _filling(transform, form)
+        steps: list[Operation] = []
+        if transform.padding is not None:
+            left, top, right, bottom = sides(transform.padding)
+            # v2 keeps left, right, top, bottom; v1 keeps what it was given
+            steps.append(Pad(left, right, top, bottom, *filling) if apart_axes else Pad(left, top, right, bottom, *filling))
+        if transform.pad_if_needed:
+            steps.append(PadTo(height, width, *filling))
+        return [*steps, Window(height, width, apart_axes)]
+
+    return read
+
+
+def center_crop(transform: Any, form: Form) -> Operation:
+    height, width = transform.size
+    return CenterPart(int(height), int(width))
+
+
+def normalize(transform: Any, form: Form) -> Operation:
+    if form.kind != "tensor" or not form.dtype.is_floating_point:
+        raise Unknown("Normalize wants a tensor of floats")
+    mean, deviation = (tuple(float(v) for v in torch.as_tensor(each).flatten().tolist()) for each in (transform.mean, transform.std))
+    if 0 in torch.tensor(deviation, dtype=form.dtype):
+        raise Unknown("a standard deviation of zero")
+    return Normalize(mean, deviation)
+
+
+def to_tensor(transform: Any, form: Form) -> Sequence[Operation]:
+    if form.kind == "tensor" or form.dtype != torch.uint8:
+        raise Unknown("ToTensor of something that is no image of bytes")
+    return [ToTensor(), Scale(torch.get_default_dtype())]
+
+
+def to_bytes(tv: bool) -> Reader:
+    def read(transform: Any, form: Form) -> Operation:
+        if form.kind == "tensor" and not tv:
+            raise Unknown("PILToTensor of a tensor")
+        return ToTensor(tv)
+
+    return read
+
+
+def to_pure_tensor(transform: Any, form: Form) -> Sequence[Operation]:
+    return (ToTensor(),) if form.kind == "tensor" else ()
+
+
+def convert(divide: bool) -> Reader:
+    def read(transform: Any, form: Form) -> Sequence[Operation]:
+        dtype, scale = transform.dtype, getattr(transform, "scale", True)
+        if not isinstance(dtype, torch.dtype):
+            raise Unknown("a dtype for each kind of input")
+        if form.kind != "tensor":
+            raise Unknown("a conversion of something that is no tensor")
+        if dtype == form.dtype:
+            return ()
+        if not scale or (form.dtype.is_floating_point and dtype.is_floating_point):
+            return (Convert(dtype),)
+        if form.dtype == torch.uint8 and dtype.is_floating_point:
+            return (Scale(dtype, divide),)
+        raise Unknown(f"a conversion from {form.dtype} to {dtype}")
+
+    return read
+
+
+def nothing(transform: Any, form: Form) -> Sequence[Operation]:
+    return ()
+
+
+def sides(padding: Any) -> tuple[int, int, int, int]:
+    """left, top, right, bottom of a padding of one, two or four numbers."""
+    given = (padding,) if isinstance(padding, int) else tuple(padding)
+    found = {1: given * 4, 2: given * 2, 4: given}.get(len(given))
+    if found is None or any(not isinstance(v, int) or v < 0 for v in found):
+        raise Unknown(f"a padding of {padding!r}")
+    return found[0], found[1], found[2], found[3]
+
+
+def _filling(transform: Any, form: Form) -> tuple[str, tuple[float, ...]]:
+    mode, fill = str(getattr(transform.padding_mode, "value", transform.padding_mode)), transform.fill
+    if mode not in MODES:
+        raise Unknown(f"a padding mode {mode!r}")
+    if mode != "constant":
+        return mode, (0,)
+    given = (0,) if fill is None else (fill,) if isinstance(fill, Number) else tuple(fill) if isinstance(fill, (tuple, list)) else ("",)
+    whole = not form.dtype.is_floating_point
+    if any(not isinstance(v, (int, float)) or (whole and (v != int(v) or not 0 <= v <= 255)) for v in given):
+        raise Unknown(f"a fill of {fill!r}")
+    if form.kind == "pil" and len(given) not in (1, len(form.mode)):
+        raise Unknown(f"a fill of {fill!r} for an image of mode {form.mode}")
+    return mode, tuple(given)
+
+
+def _both(name: str, v1: Reader, v2: Reader) -> dict[str, Reader]:
+    return {f"v1.{name}": v1, f"v2.{name}": v2}
+
+
+def _same(name: str, reader: Callable[[Any, Form], Any]) -> dict[str, Reader]:
+    return _both(name, reader, reader)
+
+
+READERS: dict[str, Reader] = {
+    **_same("RandomHorizontalFlip", flip(-1)),
+    **_same("RandomVerticalFlip", flip(-2)),
+    **_same("Pad", pad),
+    **_both("RandomCrop", random_crop(apart_axes=False), random_crop(apart_axes=True)),
+    **_same("CenterCrop", center_crop),
+    **_same("Normalize", normalize),
+    **_same("ToTensor", to_tensor),
+    **_same("PILToTensor", to_bytes(tv=False)),
+    "v2.ToImage": to_bytes(tv=True),
+    "v2.ToPureTensor": to_pure_tensor,
+    "v2.ToDtype": convert(divide=False),
+    **_both("ConvertImageDtype", convert(divide=True), convert(divide=False)),
+    "v2.Identity": nothing,
+}

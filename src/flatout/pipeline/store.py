@@ -1,0 +1,190 @@
+"""Samples that are kept: one column for each number, tensor or image of a sample, a row for each sample.
+
+A batch is then a gather in each column, and what comes out is what torch's default collation would have made of the samples.
+Columns lie in shared memory where loader workers fill them, or in a file that is mapped into memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.pipeline.chain import Leaf
+from flatout.pipeline.lowering import form_of
+from flatout.pipeline.operation import Unknown
+
+DEEPEST = 6
+SCALARS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Stands in the template of a sample for the value in a column."""
+
+    column: int
+    kind: str  # tensor, array, number, scalar (numpy's) or pil
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    detail: Any = None  # the type of a number, the mode of a PIL image
+    place: int | None = None  # of an image on which work is left to do
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def template_of(sample: Any) -> tuple[Any, list[Cell]]:
+    """The sample with its values replaced by cells. Raises Unknown where it holds something that cannot be kept exactly."""
+    cells: list[Cell] = []
+
+    def cell(value: Any) -> Cell:
+        place, image = (value.place, value.image) if isinstance(value, Leaf) else (None, value)
+        kind, tensor, detail = encoded(image)
+        cells.append(Cell(len(cells), kind, tensor.dtype, tuple(tensor.shape), detail, place))
+        return cells[-1]
+
+    return _map(sample, cell), cells
+
+
+def encoded(value: Any) -> tuple[str, Tensor, Any]:
+    """Kind, the value as a tensor, and what else is needed to make it again."""
+    if type(value) in SCALARS:
+        try:
+            return "number", torch.tensor(value, dtype=SCALARS[type(value)]), type(value)
+        except (OverflowError, RuntimeError) as error:
+            raise Unknown(f"a sample holds the number {value}") from error
+    if type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu" and not value.requires_grad and not value.is_quantized:
+        return "tensor", value, None
+    module, name = type(value).__module__.split(".")[0], type(value).__name__
+    if module == "numpy" and (name == "ndarray" or value.ndim == 0):
+        import numpy
+
+        try:
+            return ("array" if name == "ndarray" else "scalar"), torch.from_numpy(numpy.array(value)), None
+        except TypeError as error:
+            raise Unknown(f"a sample holds an array of {value.dtype}") from error
+    # An image that is still bound to its file has more to tell than its pixels.
+    form = form_of(value)
+    if form is not None and form.kind == "pil" and type(value).__module__ == "PIL.Image" and name == "Image" and not value.info:
+        import numpy
+
+        return "pil", torch.from_numpy(numpy.array(value)), value.mode
+    raise Unknown(f"a sample holds a {name}")
+
+
+def _map(thing: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
+    """The same structure of tuples, lists and dictionaries, with its values changed."""
+    if depth > DEEPEST:
+        raise Unknown("a sample is nested too deeply")
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return type(thing)(*(_map(part, change, depth + 1) for part in thing))
+    if type(thing) in (tuple, list):
+        return type(thing)(_map(part, change, depth + 1) for part in thing)
+    if type(thing) is dict:
+        return {key: _map(part, change, depth + 1) for key, part in thing.items()}
+    return change(thing)
+
+
+def values_of(sample: Any) -> list[Any]:
+    found: list[Any] = []
+    _map(sample, found.append)
+    return found
+
+
+class Store:
+    """Rows for the first ``rows`` samples of a data set, like the one given. Raises Unknown where samples like it cannot be kept."""
+
+    def __init__(self, sample: Any, length: int, budget_bytes: int, shared: bool, folder: str | None = None) -> None:
+        self.template, self.cells = template_of(sample)
+        self._structure = _map(sample, lambda value: None)
+        self.row_bytes = sum(cell.row_bytes for cell in self.cells) + 1
+        self.bytes_of_all = length * self.row_bytes
+        on_disk = folder is not None and self.bytes_of_all > budget_bytes
+        self.rows = length if on_disk else min(length, budget_bytes // self.row_bytes)
+        self.bytes = 0 if on_disk else self.rows * self.row_bytes
+        self.columns = [self._column(cell, shared, folder if on_disk else None) for cell in self.cells]
+        self.filled = torch.zeros(self.rows, dtype=torch.bool)
+        if shared:
+            self.filled.share_memory_()
+
+    def _column(self, cell: Cell, shared: bool, folder: str | None) -> Tensor:
+        shape = (self.rows, *cell.shape)
+        count = torch.Size(shape).numel()
+        if folder is not None and count:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix="flatout-", suffix=".column") as file:  # mapped; its name may go
+                file.truncate(count * cell.dtype.itemsize)
+                return torch.from_file(file.name, shared=True, size=count, dtype=cell.dtype).view(shape)
+        column = torch.empty(shape, dtype=cell.dtype)
+        return column.share_memory_() if shared else column
+
+    def has(self, indices: Tensor) -> bool:
+        """Whether all of these rows [B] are there."""
+        return bool((indices < self.rows).all()) and bool(self.filled[indices].all())
+
+    def put(self, indices: Sequence[int], samples: Sequence[Any]) -> None:
+        """Keep samples. Raises Unknown where one of them is not like the first."""
+        rows = [self._encode(sample) for sample in samples]
+        at = torch.tensor(indices)
+        for column, values in zip(self.columns, zip(*rows, strict=True), strict=True):
+            column[at] = torch.stack(values)
+        self.filled[at] = True
+
+    def _encode(self, sample: Any) -> list[Tensor]:
+        if _map(sample, lambda value: None) != self._structure:
+            raise Unknown("samples are not alike")
+        found = []
+        for cell, value in zip(self.cells, values_of(sample), strict=True):
+            place, image = (value.place, value.image) if isinstance(value, Leaf) else (None, value)
+            kind, tensor, detail = encoded(image)
+            if (kind, tensor.dtype, tuple(tensor.shape), detail, place) != (cell.kind, cell.dtype, cell.shape, cell.detail, cell.place):
+                raise Unknown("samples differ in size or type")
+            found.append(tensor)
+        return found
+
+    def holds(self, index: int, sample: Any) -> bool:
+        """Whether the row is this sample, bit for bit."""
+        try:
+            rows = self._encode(sample)
+        except Unknown:
+            return False
+        return all(same_bits(column[index], row) for column, row in zip(self.columns, rows, strict=True))
+
+    def gather(self, indices: Tensor) -> list[Tensor]:
+        """For each column its rows [B, ...]."""
+        return [column.index_select(0, indices) for column in self.columns]
+
+    def samples(self, indices: Tensor) -> list[Any]:
+        """Samples as they were put, one by one."""
+        gathered = self.gather(indices)
+
+        def made(row: int) -> Any:
+            return _map(self.template, lambda cell: self._decode(cell, gathered[cell.column][row]))
+
+        return [made(row) for row in range(len(indices))]
+
+    @staticmethod
+    def _decode(cell: Cell, row: Tensor) -> Any:
+        value: Any = row
+        if cell.kind == "number":
+            value = row.item()
+        elif cell.kind == "array":
+            value = row.numpy()
+        elif cell.kind == "scalar":
+            value = row.numpy()[()]
+        elif cell.kind == "pil":
+            from PIL import Image
+
+            value = Image.fromarray(row.numpy())
+        return value if cell.place is None else Leaf(value, cell.place)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal in dtype, shape and every byte; NaN equals itself."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
