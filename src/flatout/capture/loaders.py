@@ -26,7 +26,7 @@ FeedRule = Callable[[Any, "dict[str, Any]", Any], Any]
 """Chooses how the batches of a DataLoader are made, each time it is iterated over: ``rule(loader, asked, feed) -> feed``.
 
 ``asked`` are the arguments that the script made the loader with, ``feed`` what the rules before have chosen, None at first.
-``feed.begin(iterator)`` answers what stands in the data set's place, and ``feed.collate`` takes what that fetches.
+``feed.begin(iterator)`` answers what stands in the data set's place, None where nothing may; ``feed.collate`` takes what it fetches.
 """
 
 
@@ -112,7 +112,9 @@ class Loaders:
                 feed = rule(loader, self.alive.get(loader, {}), feed)
             if feed is not None and self.feed_rules:
                 self._feeds[loader] = feed
-                iterator._dataset, iterator._collate_fn = feed.begin(iterator), feed.collate
+                source = feed.begin(iterator)
+                if source is not None:
+                    iterator._dataset, iterator._collate_fn = source, feed.collate
 
         ledger.set(iterator_class, "__init__", init_fed)
 

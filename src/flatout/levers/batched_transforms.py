@@ -43,8 +43,9 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     from flatout.pipeline.feed import Feed
 
     def batched(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
-        feed = feed or Feed(loader, lambda sentence: scene.report("batched_transforms", sentence))
+        feed = feed or Feed(loader)
         feed.batched = True
+        feed.listeners["batched"] = lambda sentence: scene.report("batched_transforms", sentence)
         return feed
 
     scene.feed_loaders(batched, ledger)

@@ -54,10 +54,10 @@ def _keep(value: Value) -> Any:
     return Keep(Memory(value["mib"] * MIB), bool(value.get("ahead")), str(folder) if folder else None)
 
 
-def _feed(loader: Any, keep: Any, feed: Any = None, say: Any = None) -> Any:
+def _feed(loader: Any, keep: Any, feed: Any = None) -> Any:
     from flatout.pipeline.feed import Feed
 
-    feed = feed or (Feed(loader, say) if say else Feed(loader))
+    feed = feed or Feed(loader)
     feed.keep = keep if not feed.keeps_nothing else None
     return feed
 
@@ -66,7 +66,9 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     keep = _keep(value)
 
     def kept(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
-        return _feed(loader, keep, feed, lambda sentence: scene.report("cached_prefix", sentence))
+        feed = _feed(loader, keep, feed)
+        feed.listeners["keep"] = lambda sentence: scene.report("cached_prefix", sentence)
+        return feed
 
     scene.feed_loaders(kept, ledger)
     return ledger.restore

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import Subset, default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
+from flatout.pipeline.ahead import Ahead
 from flatout.pipeline.chain import Changed, Leaf, Place, Stop, Twin, places
 from flatout.pipeline.draws import Words
 from flatout.pipeline.lowering import Lowered, bytes_of, deterministic, flat, lower, stack
@@ -63,18 +65,19 @@ class Way:
 class Feed:
     """`prepare` is called in the script's process whenever the loader is iterated over; batches may be asked for in its workers."""
 
-    def __init__(self, loader: Any, say: Callable[[str], None] = lambda sentence: None) -> None:
+    def __init__(self, loader: Any) -> None:
         self.dataset = loader.dataset
         self.batched = False
         self.keep: Keep | None = None
         self.as_workers = 0  # the batches are drawn as this many loader workers would have drawn them
+        self.ahead = 0  # so many batches are made ahead, by a thread
         self.refusal = _cannot_feed(loader)
         self.keeps_nothing = ""  # why samples are no longer kept
         self._plain_collate = loader.collate_fn
         self.ways: list[Way] = []
         self.store: Store | None = None
         self._workers = loader.num_workers > 0
-        self._listener = say
+        self.listeners: dict[str, Callable[[str], None]] = {}  # wish -> who is told what became of it: keep, batched, order
         self._said: set[str] = set()
         self._twin: Twin | None = None
         self._at_once = False  # numbers are drawn as each sample is fetched, where something else draws between two samples
@@ -82,17 +85,24 @@ class Feed:
         self._batches = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_listener": _silent}
+        return {**vars(self), "listeners": {}}
 
     # -- getting ready ----------------------------------------------------------------------------------------------
 
     def begin(self, iterator: Any) -> Any:
-        """A new iterator over the loader, and with it an epoch: what stands in the data set's place."""
+        """A new iterator over the loader, and with it an epoch: what stands in the data set's place, None where nothing may."""
+        if not iterator._auto_collation or _is_stream(self.dataset):
+            self._say_refusal()
+            return None
         self.prepare()
+        if self.ahead and iterator._num_workers == 0:
+            iterator._next_data = Ahead(iterator, self.ahead, partial(self._say, "order"))
         return InWorkerOrder(self, self.as_workers, iterator._base_seed) if self.as_workers else self
 
     def prepare(self) -> None:
         """Read the data set's pipelines as they are now."""
+        if self.refusal:
+            self._say_refusal()
         if self.refusal or not (self.batched or self.keep):
             self.ways, self.store, self._twin = [], None, None
             return
@@ -134,7 +144,7 @@ class Feed:
                 if self.keep is None:
                     raise
                 self.batched = False
-                self._say(f"transforms are done one by one: {why}")
+                self._say("batched", str(why))
         try:
             ways = self._ways_of(lowering=False)
         except Unknown:
@@ -372,17 +382,23 @@ class Feed:
     def _keep_nothing(self, why: str) -> None:
         self._close_store()
         self.keep, self.keeps_nothing = None, why
-        self._say(why)
+        self._say("keep", why)
 
     def _refuse(self, why: str) -> None:
         self._close_store()
         self.refusal, self._twin = why, None
-        self._say(why)
+        self._say_refusal()
 
-    def _say(self, sentence: str) -> None:
-        if sentence not in self._said:
+    def _say_refusal(self) -> None:
+        for wish, wished in (("keep", self.keep), ("batched", self.batched)):
+            if wished:
+                self._say(wish, self.refusal)
+
+    def _say(self, wish: str, sentence: str) -> None:
+        listener = self.listeners.get(wish)  # in a worker there is none
+        if listener is not None and sentence not in self._said:
             self._said.add(sentence)
-            self._listener(sentence)
+            listener(sentence)
 
 
 class InWorkerOrder:
@@ -418,13 +434,9 @@ def _finished(lowered: Lowered, images: Tensor, numbers: Sequence[Any]) -> Any:
     return default_collate(rows)
 
 
-def _silent(sentence: str) -> None:
-    """In a worker nobody listens."""
-
-
 def _cannot_feed(loader: Any) -> str:
     dataset = loader.dataset
-    if not hasattr(dataset, "__getitem__") or any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__):
+    if _is_stream(dataset):
         return "the data set is an IterableDataset, which hands out its samples in an order of its own"
     if loader.batch_sampler is None:
         return "the data set makes its batches itself"
@@ -435,6 +447,11 @@ def _cannot_feed(loader: Any) -> str:
     if hasattr(dataset, "__getitems__") and type(dataset).__getitems__ is not Subset.__getitems__:
         return f"{type(dataset).__name__} fetches whole batches by itself"
     return ""
+
+
+def _is_stream(dataset: Any) -> bool:
+    """An IterableDataset inherits a ``__getitem__`` that only raises; a pipe is sharded by its iterator."""
+    return not hasattr(dataset, "__getitem__") or any(kind.__name__ in ("IterableDataset", "MapDataPipe") for kind in type(dataset).__mro__)
 
 
 def _spread(length: int, count: int) -> list[int]:
