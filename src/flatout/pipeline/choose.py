@@ -1,0 +1,197 @@
+"""Transforms that are done to some images, one of several, or several in an order that is drawn for each image.
+
+The images that take a way are gathered, go it together, and are put back; so every way has to keep the shape and the form of an image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_float
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.pipeline.draws import Draw, Uniform, Words
+from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
+
+Way = tuple[Operation, ...]
+
+
+def drawn(operation: Operation, shape: Shape, words: Words) -> Any:
+    """The numbers of one image, whether they are listed or not."""
+    kinds = operation.draws(shape)
+    return operation.row(shape, words) if kinds is None else tuple(words.draw(kind) for kind in kinds)
+
+
+def numbers_of(operation: Operation, shape: Shape, rows: Sequence[Any]) -> Sequence[Any]:
+    """What `drawn` answered for each image, as the operation wants it: columns where its draws are listed."""
+    kinds = operation.draws(shape)
+    if kinds is None:
+        return rows
+    dtypes = [torch.float32 if isinstance(kind, Uniform) else torch.int64 for kind in kinds]
+    return [torch.tensor([row[at] for row in rows], dtype=dtype) for at, dtype in enumerate(dtypes)]
+
+
+def _along(way: Way, shape: Shape) -> list[tuple[Operation, Shape]]:
+    """Each operation with the shape that it meets. Raises Unknown where the last one leaves another than the first one met."""
+    met, at = [], shape
+    for operation in way:
+        met.append((operation, at))
+        at = operation.shape(at)
+    if at != shape:
+        raise Unknown(f"some images would be {tuple(at)} and others {tuple(shape)}")
+    return met
+
+
+def _drawn_along(way: Way, shape: Shape, words: Words) -> tuple[Any, ...]:
+    return tuple(drawn(operation, met, words) for operation, met in _along(way, shape))
+
+
+def _put_through(way: Way, images: Tensor, rows: list[int], numbers: Sequence[tuple[Any, ...]], done: Tensor) -> None:
+    """Put ``images[rows]`` through, with these numbers, into ``done``."""
+    if not rows:
+        return
+    part = images[rows]
+    for at, (operation, met) in enumerate(_along(way, Shape(*images.shape[1:]))):
+        part = operation(part, numbers_of(operation, met, [each[at] for each in numbers]))
+    done[rows] = part
+
+
+def single(number: float) -> float:
+    """As single precision has it: what a number is to ``torch.rand(1) < number``, where ``torch.rand(1).item() < number`` takes it whole."""
+    return c_float(number).value
+
+
+@dataclass(frozen=True)
+class Sometimes(Operation):
+    """This way where a number in [0, 1) is below ``p`` (or not above it, where that is ``inclusive``), or else nothing."""
+
+    way: Way
+    p: float
+    inclusive: bool = False
+    apart: float = 0.0
+
+    def shape(self, shape: Shape) -> Shape:
+        _along(self.way, shape)
+        return shape
+
+    def draws(self, shape: Shape) -> tuple[Draw, ...] | None:
+        settled = all(operation.draws(met) == () for operation, met in _along(self.way, shape))
+        return (Uniform(),) if settled else None
+
+    def row(self, shape: Shape, words: Words) -> tuple[Any, ...] | None:
+        number = words.rand()
+        return _drawn_along(self.way, shape, words) if number < self.p or (self.inclusive and number == self.p) else None
+
+    def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
+        if self.draws(Shape(*images.shape[1:])) is None:
+            found = [(row, number) for row, number in enumerate(numbers) if number is not None]
+        else:
+            number = numbers[0].double()
+            taken = number <= self.p if self.inclusive else number < self.p
+            found = [(row, ((),) * len(self.way)) for row in taken.nonzero().squeeze(1).tolist()]
+        done = images.clone()
+        _put_through(self.way, images, [row for row, _ in found], [number for _, number in found], done)
+        return done
+
+
+@dataclass(frozen=True)
+class OneOf(Operation):
+    """One of these ways, by weights that sum to 1."""
+
+    ways: tuple[Way, ...]
+    weights: tuple[float, ...]
+    apart: float = 0.0
+
+    def shape(self, shape: Shape) -> Shape:
+        for way in self.ways:
+            _along(way, shape)
+        return shape
+
+    def draws(self, shape: Shape) -> None:
+        return None
+
+    def row(self, shape: Shape, words: Words) -> tuple[int, tuple[Any, ...]]:
+        chosen = int(torch.multinomial(torch.tensor(self.weights), 1, generator=words.torch()))
+        return chosen, _drawn_along(self.ways[chosen], shape, words)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
+        done = images.clone()
+        for at, way in enumerate(self.ways):
+            rows = [row for row, (chosen, _) in enumerate(numbers) if chosen == at]
+            _put_through(way, images, rows, [numbers[row][1] for row in rows], done)
+        return done
+
+
+@dataclass(frozen=True)
+class AnyOrder(Operation):
+    """All of these ways, in an order drawn for each image."""
+
+    ways: tuple[Way, ...]
+    apart: float = 0.0
+
+    def shape(self, shape: Shape) -> Shape:
+        for way in self.ways:
+            _along(way, shape)
+        return shape
+
+    def draws(self, shape: Shape) -> None:
+        return None
+
+    def row(self, shape: Shape, words: Words) -> list[tuple[int, tuple[Any, ...]]]:
+        return [(at, _drawn_along(self.ways[at], shape, words)) for at in words.randperm(len(self.ways))]
+
+    def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
+        done = images.clone()
+        for now in range(len(self.ways)):
+            for at, way in enumerate(self.ways):
+                rows = [row for row, steps in enumerate(numbers) if steps[now][0] == at]
+                _put_through(way, done, rows, [numbers[row][now][1] for row in rows], done)
+        return done
+
+
+def readers(read: Reader) -> dict[str, Reader]:
+    """Of the containers, whose contents ``read`` reads."""
+
+    def way_of(transforms: Sequence[Any], form: Form) -> Way:
+        found: list[Operation] = []
+        at = form
+        for transform in transforms:
+            what = read(transform, at)
+            operations = (what,) if isinstance(what, Operation) else tuple(what)
+            for operation in operations:
+                at = operation.form(at)
+            found += operations
+        if at != form:
+            raise Unknown(f"some images would come out as {at} and others as {form}")
+        return tuple(found)
+
+    def apart(*ways: Way) -> float:
+        return sum(operation.apart for way in ways for operation in way)
+
+    def apply_v1(transform: Any, form: Form) -> Operation:
+        way = way_of(transform.transforms, form)
+        return Sometimes(way, single(transform.p), inclusive=True, apart=apart(way))  # `if self.p < torch.rand(1): return img`
+
+    def apply_v2(transform: Any, form: Form) -> Operation:
+        way = way_of(transform.transforms, form)
+        return Sometimes(way, single(transform.p), apart=apart(way))
+
+    def choice(transform: Any, form: Form) -> Operation:
+        ways = tuple(way_of([each], form) for each in transform.transforms)
+        return OneOf(ways, tuple(transform.p), apart(*ways))
+
+    def order(transform: Any, form: Form) -> Operation:
+        ways = tuple(way_of([each], form) for each in transform.transforms)
+        return AnyOrder(ways, apart(*ways))
+
+    def python_random(transform: Any, form: Form) -> Operation:
+        raise Unknown(f"{type(transform).__name__} of version 1 draws from Python's random, not from torch's generator")
+
+    return {
+        "v1.RandomApply": apply_v1, "v2.RandomApply": apply_v2,
+        "v2.RandomChoice": choice, "v2.RandomOrder": order,
+        "v1.RandomChoice": python_random, "v1.RandomOrder": python_random,
+    }

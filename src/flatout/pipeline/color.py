@@ -1,0 +1,129 @@
+"""ColorJitter, Grayscale and RandomGrayscale of a batch, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.pipeline.choose import Sometimes, single
+from flatout.pipeline.draws import Draw, Integer, Uniform
+from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
+from flatout.pipeline.shade import PillowShade, Shade, TensorShade
+
+
+def shade_of(form: Form, v2: bool) -> Shade:
+    """The arithmetic that torchvision uses for images of this form."""
+    if form.kind == "pil" and form.mode in ("L", "RGB"):
+        return PillowShade()
+    if form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32):
+        return TensorShade(bytes=form.dtype == torch.uint8, v2=v2)
+    raise Unknown(f"colours of {form.mode or form.dtype} images ({form.kind}) are not changed in batches")
+
+
+def _of_one_or_three_channels(operation: Operation, shape: Shape) -> None:
+    if shape.channels not in (1, 3):
+        raise ValueError(f"{type(operation).__name__} is for images of 1 or 3 channels, not of {shape.channels}")
+
+
+@dataclass(frozen=True)
+class Grey(Operation):
+    """To grey, in one channel or in three that are equal (``channels`` 0: as many as there were)."""
+
+    shade: Shade
+    channels: int
+    mode: str = ""  # what a PIL image becomes
+    repeats: bool = True  # whether one channel becomes three; v1 leaves a tensor of one channel as it is
+
+    def shape(self, shape: Shape) -> Shape:
+        _of_one_or_three_channels(self, shape)
+        return shape._replace(channels=self.channels or shape.channels) if shape.channels == 3 or self.repeats else shape
+
+    def form(self, form: Form) -> Form:
+        return replace(form, mode=self.mode or form.mode)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
+        channels = self.shape(Shape(*images.shape[1:])).channels
+        grey = images if images.shape[1] == 1 else self.shade.grey(images.float()).to(images.dtype)
+        return grey.expand(-1, channels, -1, -1)
+
+
+@dataclass(frozen=True)
+class Jitter(Operation):
+    """Brightness, contrast, saturation and hue in an order that is drawn, each by a factor that is drawn (or None: left as it is)."""
+
+    shade: Shade
+    ranges: tuple[tuple[float, float] | None, ...]
+    apart: float = 0.0
+
+    def shape(self, shape: Shape) -> Shape:
+        _of_one_or_three_channels(self, shape)
+        return shape
+
+    def draws(self, shape: Shape) -> tuple[Draw, ...]:
+        order = (Integer(4), Integer(3), Integer(2))  # torch.randperm(4)
+        return order + tuple(Uniform(*each) for each in self.ranges if each is not None)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        steps = [at for at, each in enumerate(self.ranges) if each is not None]
+        changes = [(self.shade.brightness, self.shade.contrast, self.shade.saturation, self.shade.hue)[step] for step in steps]
+        done = torch.empty(images.shape, dtype=torch.float32).copy_(images)
+        places = _places(numbers[:3], len(images))[:, steps]
+        turn = (places.unsqueeze(1) < places.unsqueeze(2)).sum(2)  # among the steps that are taken
+        for now in range(len(steps)):
+            for at, change in enumerate(changes):
+                rows = (turn[:, at] == now).nonzero().squeeze(1)
+                if len(rows) == len(images):
+                    done = change(done, numbers[3 + at])
+                elif len(rows):
+                    done[rows] = change(done[rows], numbers[3 + at][rows])
+        return done.to(images.dtype)
+
+
+def _places(numbers: Sequence[Tensor], rows: int) -> Tensor:
+    """[B, 4]: when each of four comes, in the permutation that torch.randperm makes of these three words by swapping from the front."""
+    order = torch.arange(4).repeat(rows, 1)
+    for at, number in enumerate(numbers):
+        both = torch.stack((torch.full_like(number, at), number + at), dim=1)
+        order = order.scatter(1, both.flip(1), order.gather(1, both))
+    return order.argsort(1)
+
+
+FLOAT_MEAN = 2.0**-20  # a mean over an image is a sum whose order depends on the number of threads
+
+
+def _jitter(v2: bool) -> Reader:
+    def read(transform: Any, form: Form) -> Operation:
+        ranges = tuple(getattr(transform, name) for name in ("brightness", "contrast", "saturation", "hue"))
+        floats = form.kind == "tensor" and form.dtype.is_floating_point and ranges[1] is not None
+        return Jitter(shade_of(form, v2), ranges, FLOAT_MEAN if floats else 0.0)
+
+    return read
+
+
+def _grey(v2: bool) -> Reader:
+    def read(transform: Any, form: Form) -> Operation:
+        channels = transform.num_output_channels
+        if channels not in (1, 3):
+            raise Unknown(f"Grayscale to {channels} channels is none")
+        pil = form.kind == "pil"
+        return Grey(shade_of(form, v2), channels, ("L" if channels == 1 else "RGB") if pil else "", repeats=v2 or pil)
+
+    return read
+
+
+def _random_grey(v2: bool) -> Reader:
+    def read(transform: Any, form: Form) -> Operation:
+        return Sometimes((Grey(shade_of(form, v2), 0),), single(transform.p))
+
+    return read
+
+
+READERS: dict[str, Reader] = {
+    "v1.ColorJitter": _jitter(False), "v2.ColorJitter": _jitter(True),
+    "v1.Grayscale": _grey(False), "v2.Grayscale": _grey(True),
+    "v1.RandomGrayscale": _random_grey(False), "v2.RandomGrayscale": _random_grey(True),
+}

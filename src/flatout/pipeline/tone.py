@@ -1,0 +1,176 @@
+"""Fixed changes of tone that are done to an image or not: invert, posterize, solarize, autocontrast, equalize, sharpen. Bit for bit.
+
+Pillow does the first five by a table of 256 entries a channel; the same whole numbers come out of the arithmetic here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.pipeline.choose import Sometimes, single
+from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
+
+
+@dataclass(frozen=True)
+class Tone(Operation):
+    """Values only: shape and form stay."""
+
+    def shape(self, shape: Shape) -> Shape:
+        if shape.channels not in (1, 3):
+            raise ValueError(f"{type(self).__name__} is for images of 1 or 3 channels, not of {shape.channels}")
+        return shape
+
+
+@dataclass(frozen=True)
+class Invert(Tone):
+    def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
+        return images.bitwise_not() if images.dtype == torch.uint8 else 1.0 - images
+
+
+@dataclass(frozen=True)
+class Posterize(Tone):
+    bits: int
+
+    def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
+        if images.dtype == torch.uint8:
+            return images & (256 - (1 << (8 - self.bits)))
+        levels = 1 << self.bits
+        return images.mul(levels).floor_().clamp_(0, levels - 1).mul_(1.0 / levels)
+
+
+@dataclass(frozen=True)
+class Solarize(Tone):
+    threshold: float
+
+    def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
+        return torch.where(images >= self.threshold, Invert()(images, ()), images)
+
+
+@dataclass(frozen=True)
+class Autocontrast(Tone):
+    """``arithmetic``: "pil" (ImageOps, in double precision, the fraction cut), "v1" or "v2" (functional, in single precision)."""
+
+    arithmetic: str
+
+    def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
+        pillow = self.arithmetic == "pil"
+        bound = 255 if images.dtype == torch.uint8 else 1
+        lowest, highest = (each.to(torch.float64 if pillow else torch.float32) for each in (images.amin((2, 3), True), images.amax((2, 3), True)))
+        spread = highest - lowest
+        flat = spread == 0
+        lowest = lowest.masked_fill(flat, 0)
+        if pillow:
+            scale = torch.full_like(spread, 255.0).div_(spread).masked_fill(flat, 1)  # a number by a tensor would be a reciprocal's product
+            stretched = images.double().mul_(scale).add_(-lowest * scale)
+        elif self.arithmetic == "v1":
+            stretched = images.sub(lowest).mul_((bound / spread).masked_fill(flat, 1))
+        else:
+            stretched = images.sub(lowest).div_(spread.mul(1.0 / bound).masked_fill(flat, 1))
+        return stretched.clamp_(0, bound).to(images.dtype)
+
+
+@dataclass(frozen=True)
+class Equalize(Tone):
+    """Bytes: each value becomes the part of pixels that lie below it, in steps of a 255th of all but the brightest."""
+
+    def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
+        batch, channels, height, width = images.shape
+        planes = images.reshape(batch * channels, height * width).long()
+        offsets = torch.arange(len(planes)).mul_(256).unsqueeze(1)
+        counts = (planes + offsets).flatten().bincount(minlength=256 * len(planes)).view(-1, 256)
+        below = counts.cumsum(1) - counts
+        brightest = planes.amax(1, keepdim=True)
+        step = below.gather(1, brightest) // 255
+        table = ((below + step // 2) // step.clamp(min=1)).clamp_(max=255)
+        table = torch.where(step == 0, torch.arange(256), table).to(torch.uint8)
+        return table.flatten()[planes + offsets].view(images.shape)
+
+
+@dataclass(frozen=True)
+class Sharpen(Tone):
+    """Bytes: away from (or towards, below 1) the mean of 3 x 3 pixels, where the middle one counts five times. The rim stays."""
+
+    factor: float
+    arithmetic: str  # as Autocontrast has it
+
+    def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
+        if min(images.shape[2:]) < 3:
+            return images
+        floats = images.float()
+        smooth = floats.clone()
+        rows = floats[:, :, :-2] + floats[:, :, 1:-1] + floats[:, :, 2:]
+        inside = floats[:, :, 1:-1, 1:-1]
+        sums = inside.mul(4.0).add_(rows[..., :-2]).add_(rows[..., 1:-1]).add_(rows[..., 2:])
+        # A 13th of a whole number is never near half way between two, so the rounding of the mean does not depend on how it is taken.
+        smooth[:, :, 1:-1, 1:-1] = sums.div_(13).round_()
+        if self.arithmetic == "pil":
+            sharp = (floats - smooth).mul_(self.factor).add_(smooth)
+        elif self.arithmetic == "v1":
+            sharp = floats.mul(self.factor).add_(smooth.mul(1.0 - self.factor))
+        else:
+            sharp = floats.add(smooth.sub_(floats), alpha=1.0 - self.factor)
+        return sharp.clamp_(0, 255).to(torch.uint8)
+
+
+def _arithmetic(transform: Any, form: Form, v2: bool, floats: bool = True) -> str:
+    if form.kind == "pil" and form.mode in ("L", "RGB"):
+        return "pil"
+    if form.kind == "tensor" and (form.dtype == torch.uint8 or (floats and form.dtype == torch.float32)):
+        return "v2" if v2 else "v1"
+    raise Unknown(f"{type(transform).__name__} is not done in batches to {form.mode or form.dtype} images ({form.kind})")
+
+
+def _reader(v2: bool, change: Callable[[Any, Form, bool], Operation]) -> Reader:
+    def read(transform: Any, form: Form) -> Operation:
+        # v1 compares torch.rand(1).item() with p, v2 torch.rand(1), in single precision
+        return Sometimes((change(transform, form, v2),), single(transform.p) if v2 else transform.p)
+
+    return read
+
+
+def _invert(transform: Any, form: Form, v2: bool) -> Operation:
+    _arithmetic(transform, form, v2)
+    return Invert()
+
+
+def _posterize(transform: Any, form: Form, v2: bool) -> Operation:
+    _arithmetic(transform, form, v2, floats=v2)
+    if not isinstance(transform.bits, int) or not 1 <= transform.bits <= 8:
+        raise Unknown(f"posterizing to {transform.bits} bits: 1 to 8 are done in batches")
+    return Posterize(transform.bits)
+
+
+def _solarize(transform: Any, form: Form, v2: bool) -> Operation:
+    if _arithmetic(transform, form, v2) == "pil":
+        return Solarize(float(math.ceil(transform.threshold)))  # Pillow compares whole numbers with it, in double precision
+    if transform.threshold > (255 if form.dtype == torch.uint8 else 1):
+        raise Unknown(f"torchvision refuses the threshold {transform.threshold} for {form.dtype}")
+    return Solarize(transform.threshold)
+
+
+def _autocontrast(transform: Any, form: Form, v2: bool) -> Operation:
+    return Autocontrast(_arithmetic(transform, form, v2))
+
+
+def _equalize(transform: Any, form: Form, v2: bool) -> Operation:
+    _arithmetic(transform, form, v2, floats=False)
+    return Equalize()
+
+
+def _sharpen(transform: Any, form: Form, v2: bool) -> Operation:
+    """Of floats the convolution's rounding depends on how many images it is given."""
+    arithmetic = _arithmetic(transform, form, v2, floats=False)
+    if arithmetic != "pil" and transform.sharpness_factor < 0:
+        raise Unknown(f"torchvision refuses the sharpness {transform.sharpness_factor}")
+    return Sharpen(transform.sharpness_factor, arithmetic)
+
+
+CHANGES = {"RandomInvert": _invert, "RandomPosterize": _posterize, "RandomSolarize": _solarize, "RandomAutocontrast": _autocontrast,
+           "RandomEqualize": _equalize, "RandomAdjustSharpness": _sharpen}
+READERS: dict[str, Reader] = {f"{family}.{name}": _reader(family == "v2", change) for name, change in CHANGES.items() for family in ("v1", "v2")}

@@ -1,0 +1,117 @@
+"""A transform of torchvision, image by image, beside what it is read as, on the whole batch: same seed, same numbers, same end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("torchvision")
+
+from PIL import Image
+from torchvision import tv_tensors
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from flatout.pipeline import choose, color, tone
+from flatout.pipeline.choose import drawn, numbers_of
+from flatout.pipeline.draws import Words, columns
+from flatout.pipeline.operation import Form, Operation, Shape
+
+FORMS = {
+    "pil-rgb": Form("pil", torch.uint8, "RGB"),
+    "pil-l": Form("pil", torch.uint8, "L"),
+    "bytes": Form("tensor", torch.uint8),
+    "tv-bytes": Form("tensor", torch.uint8, tv=True),
+    "bytes-1": Form("tensor", torch.uint8),
+    "floats": Form("tensor", torch.float32),
+    "floats-1": Form("tensor", torch.float32),
+}
+CHANNELS = {"pil-l": 1, "bytes-1": 1, "floats-1": 1}
+
+
+def read(transform: Any, form: Form) -> Operation | Sequence[Operation]:
+    family = "v1" if type(transform).__module__ == "torchvision.transforms.transforms" else "v2"
+    return READERS[f"{family}.{type(transform).__name__}"](transform, form)
+
+
+READERS = {**color.READERS, **tone.READERS, **choose.readers(read)}
+
+
+def pictures(name: str, height: int, width: int, count: int, seed: int = 0) -> Tensor:
+    """[B, C, H, W] of the form's dtype: noise, ramps, a flat one; what rounds, saturates and has no hue."""
+    make = torch.Generator().manual_seed(seed)
+    shape = (count, CHANNELS.get(name, 3), height, width)
+    ramps = torch.linspace(0, 255, width).expand(shape) * torch.rand((count, shape[1], 1, 1), generator=make)
+    noise = torch.rand(shape, generator=make) * 256
+    images = torch.where(torch.rand((count, 1, 1, 1), generator=make) < 0.3, ramps, noise)
+    images[::7] = images[::7, :1, :1, :1]
+    if FORMS[name].dtype == torch.float32:
+        return images / 256
+    return images.to(torch.uint8)
+
+
+def as_items(name: str, images: Tensor) -> list[Any]:
+    """As a dataset would hold them."""
+    if name.startswith("pil"):
+        arrays = [np.ascontiguousarray(each.permute(1, 2, 0).numpy()) for each in images]
+        return [Image.fromarray(each[:, :, 0] if name == "pil-l" else each) for each in arrays]
+    return [tv_tensors.Image(each.clone()) if FORMS[name].tv else each.clone() for each in images]
+
+
+def plain(transform: Any, items: list[Any], seed: int) -> tuple[Tensor, Tensor]:
+    """torchvision's own images, and the generator's state behind them."""
+    torch.manual_seed(seed)
+    done = [transform(each) for each in items]
+    state = torch.get_rng_state()
+    return torch.stack([each.as_subclass(torch.Tensor) if isinstance(each, Tensor) else pil_to_tensor(each) for each in done]), state
+
+
+def lowered(operations: Sequence[Operation], images: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """The same by these operations, done to the batch."""
+    torch.manual_seed(seed)
+    shapes = [Shape(*images.shape[1:])]
+    for operation in operations:
+        shapes.append(operation.shape(shapes[-1]))
+    kinds = [operation.draws(shape) for operation, shape in zip(operations, shapes, strict=False)]
+    numbers: list[Any]
+    if any(each is None for each in kinds):
+        with Words() as words:
+            rows = [[drawn(operation, shape, words) for operation, shape in zip(operations, shapes, strict=False)] for _ in images]
+        numbers = [numbers_of(operation, shapes[at], [row[at] for row in rows]) for at, operation in enumerate(operations)]
+    else:
+        left = iter(columns([kind for each in kinds for kind in each], len(images)))
+        numbers = [[next(left) for _ in each] for each in kinds]
+    before = images.clone()
+    done = images
+    for operation, shape, given in zip(operations, shapes[1:], numbers, strict=True):
+        done = operation(done, given)
+        assert tuple(done.shape[1:]) == tuple(shape)
+    assert torch.equal(images, before), "the batch was changed in place"
+    return done, torch.get_rng_state()
+
+
+@pytest.fixture
+def same():
+    """Holds a transform against its operations: values (bit for bit, or within what they declare) and the generator's end."""
+
+    def check(transform: Any, name: str, size: tuple[int, int] = (33, 47), count: int = 9, seeds: Sequence[int] = (1, 2), most: float = 0.0) -> Tensor:
+        found = read(transform, FORMS[name])
+        operations = [found] if isinstance(found, Operation) else list(found)
+        assert sum(operation.apart for operation in operations) <= most
+        for seed in seeds:
+            images = pictures(name, *size, count, seed)
+            wanted, wanted_state = plain(transform, as_items(name, images), seed)
+            for layout in (torch.contiguous_format, torch.channels_last):
+                got, state = lowered(operations, images.contiguous(memory_format=layout), seed)
+                assert got.dtype == wanted.dtype
+                assert got.shape == wanted.shape
+                off = (got.double() - wanted.double()).abs().amax().item() / (1 if got.is_floating_point() else 255)
+                assert off <= most, f"{transform} on {name} {size}, seed {seed}: {off * 255} / 255 apart"
+                assert torch.equal(state, wanted_state), f"{transform} leaves the generator elsewhere"
+        return got
+
+    return check
