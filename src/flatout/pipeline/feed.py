@@ -251,7 +251,9 @@ class Feed:
         batch = self._plain(indices)
         end = states()
         for at_once in dict.fromkeys((self._at_once, True)):
-            self._at_once, self._twin = at_once, self._make_twin() if at_once != self._at_once else self._twin
+            if at_once != self._at_once:
+                self._at_once = at_once
+                self._twin = self._make_twin()
             put_back(start)
             try:
                 why = different(batch, self._made(indices), self.apart)

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.pipeline import readers
+from flatout.pipeline import choose, color, readers, tone
 from flatout.pipeline.draws import Numbers, Words, columns, understood
 from flatout.pipeline.operation import Form, Operation, Shape, Unknown
 
-READERS = {**readers.READERS}
 CONTAINERS = ("v1.Compose", "v2.Compose")
 PIL_MODES = ("L", "RGB", "RGBA")
 
@@ -122,15 +121,20 @@ def read(transform: Any, form: Form) -> Sequence[Operation]:
     return [found] if isinstance(found, Operation) else list(found)
 
 
+READERS = {**readers.READERS, **color.READERS, **tone.READERS, **choose.readers(read)}
+
+
 def lower(transform: Any, images: Sequence[Any]) -> Lowered:
     """Read a pipeline with the help of a few images that enter it. Moves random generators. Raises Unknown with the reason."""
     if not understood():
         raise Unknown("this torch draws random numbers in a way that is not known")
     steps = flat(transform)
-    seen = [_describe(images)]
+    seen, drawing = [_describe(images)], []
     for step in steps:
+        before = torch.get_rng_state()
         images = [step(image) for image in images]
         seen.append(_describe(images))
+        drawing.append(not torch.equal(before, torch.get_rng_state()))
     best: Lowered | None = None
     reasons: dict[str, None] = {}
     for start in range(len(steps)):
@@ -138,10 +142,13 @@ def lower(transform: Any, images: Sequence[Any]) -> Lowered:
         if form is None or not uniform or (form.kind == "tensor" and any(getattr(step, "inplace", False) for step in steps[start:])):
             continue
         found = _run_from(steps, start, form, reasons)
+        if found is not None and any(drawing[found.end:]):  # an image would draw for it only after all images have drawn for the run
+            reasons[f"{type(steps[drawing.index(True, found.end)]).__name__} draws random numbers, and comes behind what could be done to a batch"] = None
+            continue
         if found is not None and (best is None or found.end - found.start >= best.end - best.start) and not (best and found.end == best.end):
             best = found
     if best is None:
-        raise Unknown(next(iter(reasons), "its images differ in size, or are none"))
+        raise Unknown(next(reversed(reasons), "its images differ in size, or are none"))
     return best
 
 
