@@ -11,11 +11,13 @@ from flatout.levers.channels_last import LEVER as channels_last
 from flatout.levers.compile import LEVER as compile_
 from flatout.levers.cudnn_benchmark import LEVER as cudnn_benchmark
 from flatout.levers.debug_off import LEVER as debug_off
+from flatout.levers.device_prefetch import LEVER as device_prefetch
 from flatout.levers.fused_optimizer import LEVER as fused_optimizer
 from flatout.levers.gc_pause import LEVER as gc_pause
 from flatout.levers.loader import LEVER as loader
 from flatout.levers.malloc import LEVER as malloc
 from flatout.levers.reduced_precision import LEVER as reduced_precision
+from flatout.levers.resident_data import LEVER as resident_data
 from flatout.levers.tf32 import LEVER as tf32
 from flatout.levers.threads import LEVER as threads
 from flatout.plan.lever import Lever
@@ -29,6 +31,8 @@ TABLE: tuple[Lever, ...] = (
     loader,
     cached_prefix,
     batched_transforms,
+    resident_data,
+    device_prefetch,
     tf32,
     cudnn_benchmark,
     reduced_precision,

@@ -33,11 +33,13 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     usable = [loader for loader in scene.loaders if not loader["iterable"]]
     if not usable:
         return Skip("the data set is an IterableDataset; other workers could repeat or reorder its samples")
-    if any(_has_own_order(loader.sampler, loader.batch_sampler) for loader in scene.live_loaders):
+    from flatout.pipeline.streams import can_stand_in, has_own_order, seeds_itself
+
+    if any(has_own_order(loader.sampler, loader.batch_sampler) for loader in scene.live_loaders):
         return Skip("the script has a sampler of its own, which must not be asked ahead of time")
     asked, cores, random = usable[0]["asked_workers"], max(1, facts.cores), scene.data_is_random()
-    if random and asked >= cores and not any(map(_seeds_itself, scene.live_loaders)):
-        return Options(tuple({"workers": n} for n in range(asked - 1, -1, -1) if _can_stand_in(n, asked))[:4], effect=Effect.EXACT)
+    if random and asked >= cores and not any(map(seeds_itself, scene.live_loaders)):
+        return Options(tuple({"workers": n} for n in range(asked - 1, -1, -1) if can_stand_in(n, asked))[:4], effect=Effect.EXACT)
     counts = [n for n in dict.fromkeys((1, min(2, cores), cores // 2, cores, 0)) if n != asked and n >= 0]
     values: list[Value] = []
     if scene.device_type == "cuda":
@@ -47,22 +49,6 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     if asked:
         values.append({"workers": asked, "persistent": True})
     return Options((*values[:3], *(({"threads": 1},) if not random else values[3:4])), effect=Effect.RESAMPLED if random else Effect.EXACT)
-
-
-def _has_own_order(sampler: Any, batch_sampler: Any) -> bool:
-    """Whether an order of samples comes from the script's own code: it may depend on what was trained meanwhile."""
-    plain = (type(None), list, tuple, range)
-    return any(type(each) not in plain and not type(each).__module__.startswith("torch.utils.data.") for each in (sampler, batch_sampler))
-
-
-def _seeds_itself(loader: Any) -> bool:
-    """Whether what the loader's workers draw cannot be drawn for them."""
-    return bool(loader.worker_init_fn is not None or loader.persistent_workers)
-
-
-def _can_stand_in(workers: int, asked: int) -> bool:
-    """Whether so many workers can draw what those asked for would draw: each has whole streams of random numbers."""
-    return workers < asked and (workers == 0 or asked % workers == 0)
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
@@ -84,9 +70,11 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 def _feed(scene: Any, loader: Any, asked: dict[str, Any], feed: Any, value: dict[str, Any]) -> Any:
     """Where fewer workers than asked for stand in for them, or a thread: how its batches are made."""
+    from flatout.pipeline.streams import can_stand_in, has_own_order, seeds_itself
+
     workers = asked.get("num_workers", 0)
-    stand_in = _can_stand_in(loader.num_workers, workers) and loader.batch_sampler is not None and not _seeds_itself(loader)
-    ahead = int(value.get("threads", 0)) and not _has_own_order(loader.sampler, loader.batch_sampler)
+    stand_in = can_stand_in(loader.num_workers, workers) and loader.batch_sampler is not None and not seeds_itself(loader)
+    ahead = int(value.get("threads", 0)) and not has_own_order(loader.sampler, loader.batch_sampler)
     if not (stand_in or ahead):
         return feed
     from flatout.pipeline.feed import Feed
@@ -109,17 +97,17 @@ def _change(dataset: Any, arguments: dict[str, Any], value: dict[str, Any]) -> d
         return arguments
     if batches < FEWEST_BATCHES:
         return arguments
-    if _has_own_order(arguments.get("sampler"), arguments.get("batch_sampler")):
+    from flatout.pipeline.streams import can_stand_in, has_own_order, without_workers
+
+    if has_own_order(arguments.get("sampler"), arguments.get("batch_sampler")):
         return arguments
     asked = arguments.get("num_workers", 0)
-    changed = {**arguments, "num_workers": 0 if value.get("threads") else int(value.get("workers", asked))}
-    if changed["num_workers"] > 0:
-        changed["persistent_workers"] = arguments.get("persistent_workers", False) or not _can_stand_in(changed["num_workers"], asked)
+    workers = 0 if value.get("threads") else int(value.get("workers", asked))
+    changed = {**arguments, "num_workers": workers} if workers else without_workers(arguments)
+    if workers:
+        changed["persistent_workers"] = arguments.get("persistent_workers", False) or not can_stand_in(workers, asked)
         if "prefetch" in value:
             changed["prefetch_factor"] = int(value["prefetch"])
-    else:
-        for name in ("persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"):
-            changed.pop(name, None)
     if value.get("pin"):
         changed["pin_memory"] = True
     return changed

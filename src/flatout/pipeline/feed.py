@@ -22,6 +22,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from flatout.pipeline.ahead import Ahead
 from flatout.pipeline.chain import Changed, Leaf, Place, Stop, Twin, places
+from flatout.pipeline.device import CopiesAhead, Resident, Twins
 from flatout.pipeline.draws import Words
 from flatout.pipeline.lowering import Lowered, bytes_of, deterministic, flat, lower, stack
 from flatout.pipeline.operation import Shape, Unknown
@@ -71,6 +72,8 @@ class Feed:
         self.keep: Keep | None = None
         self.as_workers = 0  # the batches are drawn as this many loader workers would have drawn them
         self.ahead = 0  # so many batches are made ahead, by a thread
+        self.resident: Resident | None = None  # where all samples are to be kept, and batches made
+        self.copies: tuple[int, Twins] | None = None  # so many batches are copied ahead to where the script moves them
         self.refusal = _cannot_feed(loader)
         self.keeps_nothing = ""  # why samples are no longer kept
         self._plain_collate = loader.collate_fn
@@ -97,6 +100,10 @@ class Feed:
         self.prepare()
         if self.ahead and iterator._num_workers == 0:
             iterator._next_data = Ahead(iterator, self.ahead, partial(self._say, "order"))
+        if self.copies is not None and (iterator._num_workers or self.as_workers or self.ahead):
+            iterator._next_data = CopiesAhead(iterator, *self.copies)
+        elif self.copies is not None:
+            self._say("copies", "the program makes its batches itself, and taking them ahead would change the order of random numbers")
         return InWorkerOrder(self, self.as_workers, iterator._base_seed) if self.as_workers else self
 
     def prepare(self) -> None:
@@ -130,6 +137,10 @@ class Feed:
                 missing = (~self.store.filled).nonzero().flatten().tolist()
                 for at in range(0, len(missing), AT_A_TIME):
                     self._fill(missing[at:at + AT_A_TIME])
+            if self.resident is not None:
+                if self.store.rows < len(self.dataset) or any(way.kept < way.start for way in self.ways):
+                    raise Unknown("not all of it can lie on the device: some samples do not fit, or some transforms need them one by one")
+                self.store.move_to(self.resident.device)
         except Unknown as why:
             if not self.batched:
                 raise
@@ -364,15 +375,22 @@ class Feed:
                 self._keep_nothing("samples are no longer kept: one of them has changed")
 
     def _gathered(self, store: Store, rows: Tensor) -> Any:
+        if self.resident is not None:
+            return self.resident.made(partial(self._gathered_from, store, rows))
+        return self._gathered_from(store, rows, lambda tensor: tensor)
+
+    def _gathered_from(self, store: Store, rows: Tensor, to_host: Callable[[Tensor], Tensor]) -> Any:
         columns = store.gather(rows)
 
         def finish(cells: Sequence[Cell], *, collate_fn_map: Any = None) -> Tensor:
             cell, column = cells[0], columns[cells[0].column]
             lowered = self.ways[cell.place].lowered if cell.place is not None else None
             if lowered is None:
-                return column
+                return to_host(column)
             images = column if cell.kind == "tensor" else column.unsqueeze(1) if column.dim() == 3 else column.permute(0, 3, 1, 2)
-            return _finished(lowered, images, lowered.draw(Shape(*images.shape[1:]), len(images)))
+            numbers = lowered.draw(Shape(*images.shape[1:]), len(images))
+            batch = lowered.run(images, numbers)
+            return to_host(batch) if not lowered.tail else _after(lowered, batch.cpu())
 
         return collate([store.template], collate_fn_map={Cell: finish, **default_collate_fn_map})
 
@@ -428,8 +446,11 @@ class InWorkerOrder:
 
 def _finished(lowered: Lowered, images: Tensor, numbers: Sequence[Any]) -> Any:
     batch = lowered.run(images, numbers)
-    if not lowered.tail:
-        return batch
+    return _after(lowered, batch) if lowered.tail else batch
+
+
+def _after(lowered: Lowered, batch: Tensor) -> Any:
+    """What stays with the single sample, behind the operations."""
     rows = list(batch.unbind())
     for step in lowered.tail:
         rows = [step(row) for row in rows]

@@ -83,6 +83,8 @@ class Lowered:
     def run(self, images: Tensor, numbers: Sequence[Sequence[Any]]) -> Tensor:
         """images [B, C, H, W]; the answer is contiguous."""
         for operation, mine in zip(self.operations, numbers, strict=True):
+            if images.device.type != "cpu":
+                mine = [each.to(images.device, non_blocking=True) if isinstance(each, Tensor) else each for each in mine]
             images = operation(images, mine)
         return images.contiguous()
 

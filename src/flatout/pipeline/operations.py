@@ -49,12 +49,12 @@ class Pad(Operation):
         batch, *dimensions = images.shape
         old = Shape(*dimensions)
         if self.mode != "constant":
-            rows = _positions(old.height, self.top, self.bottom, self.mode)
-            columns = _positions(old.width, self.left, self.right, self.mode)
+            rows = _positions(old.height, self.top, self.bottom, self.mode).to(images.device)
+            columns = _positions(old.width, self.left, self.right, self.mode).to(images.device)
             return images.index_select(2, rows).index_select(3, columns)
         new = self.shape(old)
         padded = images.new_empty((batch, new.height, new.width, new.channels)).permute(0, 3, 1, 2)  # a row of pixels stays together
-        fill = torch.tensor(self.fill, dtype=images.dtype).view(-1, 1, 1)
+        fill = torch.tensor(self.fill, dtype=images.dtype, device=images.device).view(-1, 1, 1)
         below, beside = self.top + old.height, self.left + old.width
         for edge in (padded[:, :, :self.top], padded[:, :, below:], padded[:, :, self.top:below, :self.left], padded[:, :, self.top:below, beside:]):
             edge.copy_(fill.expand(new.channels, *edge.shape[2:]))
@@ -115,13 +115,13 @@ class Window(Operation):
         return Shape(shape.channels, self.height, self.width)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        batch = len(images)
+        batch, device = len(images), images.device
         rows, columns = self._drawn(Shape(*images.shape[1:]))
         left = iter(numbers)
-        top = next(left) if rows else torch.zeros(batch, dtype=torch.int64)
-        side = next(left) if columns else torch.zeros(batch, dtype=torch.int64)
+        top = next(left) if rows else torch.zeros(batch, dtype=torch.int64, device=device)
+        side = next(left) if columns else torch.zeros(batch, dtype=torch.int64, device=device)
         windows = images.unfold(2, self.height, 1).unfold(3, self.width, 1)
-        return windows[torch.arange(batch), :, top, side]
+        return windows[torch.arange(batch, device=device), :, top, side]
 
 
 @dataclass(frozen=True)
@@ -196,5 +196,5 @@ class Normalize(Operation):
         return 1.0 / min(map(abs, self.deviation))
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        mean, deviation = (torch.tensor(each, dtype=images.dtype).view(-1, 1, 1) for each in (self.mean, self.deviation))
+        mean, deviation = (torch.tensor(each, dtype=images.dtype, device=images.device).view(-1, 1, 1) for each in (self.mean, self.deviation))
         return images.sub(mean).div_(deviation)

@@ -146,16 +146,22 @@ class Store:
             found.append(tensor)
         return found
 
+    def move_to(self, device: torch.device) -> None:
+        """Gather from there from now on. Every row must have been put before."""
+        self.columns = [column.to(device) for column in self.columns]
+
     def holds(self, index: int, sample: Any) -> bool:
         """Whether the row is this sample, bit for bit."""
         try:
             rows = self._encode(sample)
         except Unknown:
             return False
-        return all(same_bits(column[index], row) for column, row in zip(self.columns, rows, strict=True))
+        return all(same_bits(column[index].cpu(), row) for column, row in zip(self.columns, rows, strict=True))
 
     def gather(self, indices: Tensor) -> list[Tensor]:
-        """For each column its rows [B, ...]."""
+        """For each column its rows [B, ...], where the columns are."""
+        device = self.columns[0].device if self.columns else indices.device
+        indices = indices.to(device, non_blocking=True)
         return [column.index_select(0, indices) for column in self.columns]
 
     def samples(self, indices: Tensor) -> list[Any]:

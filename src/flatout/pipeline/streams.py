@@ -68,6 +68,28 @@ class WorkerStreams:
             self._batch += here.num_workers if here is not None else 1
 
 
+def can_stand_in(workers: int, asked: int) -> bool:
+    """Whether so many workers can draw what those asked for would draw: each then has whole streams of random numbers."""
+    return workers < asked and (workers == 0 or asked % workers == 0)
+
+
+def seeds_itself(loader: Any) -> bool:
+    """Whether what the workers of this DataLoader draw cannot be drawn for them."""
+    return bool(loader.worker_init_fn is not None or loader.persistent_workers)
+
+
+def has_own_order(sampler: Any, batch_sampler: Any) -> bool:
+    """Whether an order of samples comes from the script's own code: it may depend on what was trained meanwhile."""
+    plain = (type(None), list, tuple, range)
+    return any(type(each) not in plain and not type(each).__module__.startswith("torch.utils.data.") for each in (sampler, batch_sampler))
+
+
+def without_workers(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a DataLoader, with nothing left that only workers understand."""
+    only_for_workers = ("persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context")
+    return {**{name: value for name, value in arguments.items() if name not in only_for_workers}, "num_workers": 0}
+
+
 def _seeded(base_seed: int, worker: int) -> tuple[Any, Any, Any]:
     from torch.utils.data._utils.worker import _generate_state
 
