@@ -37,6 +37,7 @@ THEMES = (
     ("overhead", "python bench/overhead.py", "What being attached costs: microseconds a step, seconds at the start"),
     ("transparent", "python bench/open_set.py DIR --transparent", "Whether being attached changes anything: losses bit by bit, output, exit code"),
     ("open_set", "python bench/open_set.py DIR", "What tuning brings on public training scripts, measured again in fresh processes"),
+    ("data", "python bench/data.py", "What the data path brings: the loader alone and in training, beside a batch that is ready and other libraries"),
     ("regret", "python bench/regret.py", "How far the chosen plan is from the best of an exhaustive search"),
     ("guard", "python bench/guard.py", "False accepts and false rejects of the guard"),
     ("tutorial", "python bench/gpu/tutorial.py", "ResNet-18 at 32x32: the tutorial, the informed one-liners, flatout"),
