@@ -387,7 +387,7 @@ class Feed:
             lowered = self.ways[cell.place].lowered if cell.place is not None else None
             if lowered is None:
                 return to_host(column)
-            images = column if cell.kind == "tensor" else column.unsqueeze(1) if column.dim() == 3 else column.permute(0, 3, 1, 2)
+            images = column if cell.kind != "array" else column.unsqueeze(1) if column.dim() == 3 else column.permute(0, 3, 1, 2)
             numbers = lowered.draw(Shape(*images.shape[1:]), len(images))
             batch = lowered.run(images, numbers)
             return to_host(batch) if not lowered.tail else _after(lowered, batch.cpu())

@@ -17,6 +17,7 @@ from torch import Tensor
 from flatout.pipeline import choose, color, readers, tone
 from flatout.pipeline.draws import Numbers, Words, columns, understood
 from flatout.pipeline.operation import Form, Operation, Shape, Unknown
+from flatout.pipeline.operations import joined
 
 CONTAINERS = ("v1.Compose", "v2.Compose")
 PIL_MODES = ("L", "RGB", "RGBA")
@@ -82,6 +83,7 @@ class Lowered:
 
     def run(self, images: Tensor, numbers: Sequence[Sequence[Any]]) -> Tensor:
         """images [B, C, H, W]; the answer is contiguous."""
+        images = images.contiguous()  # channels apart: windows, flips and floats are then long runs of memory
         for operation, mine in zip(self.operations, numbers, strict=True):
             if images.device.type != "cpu":
                 mine = [each.to(images.device, non_blocking=True) if isinstance(each, Tensor) else each for each in mine]
@@ -167,7 +169,7 @@ def _run_from(steps: Sequence[Any], start: int, entry: Form, reasons: dict[str, 
             operations.append(operation)
             form = operation.form(form)
         if form.kind == "tensor" and operations and not (form.tv and at + 1 < len(steps)):
-            found = Lowered(tuple(steps), start, at + 1, tuple(operations), entry, tuple(reasons))
+            found = Lowered(tuple(steps), start, at + 1, joined(operations), entry, tuple(reasons))
     return found
 
 
@@ -212,9 +214,13 @@ def bytes_of(image: Any) -> Tensor:
 
 def stack(images: Sequence[Any]) -> Tensor:
     """Images of one known form and shape as [B, C, H, W], of any strides."""
-    if isinstance(images[0], Tensor):
+    first = images[0]
+    if isinstance(first, Tensor):
         return torch.stack([image.as_subclass(Tensor) for image in images])
+    if hasattr(first, "getbands"):  # a PIL image: its bytes at half the price of an array for each
+        pixels = torch.frombuffer(bytearray(b"".join([image.tobytes() for image in images])), dtype=torch.uint8)
+        return pixels.view(len(images), first.height, first.width, len(first.getbands())).permute(0, 3, 1, 2)
     import numpy
 
-    arrays = torch.from_numpy(numpy.stack([numpy.asarray(image) for image in images]))
+    arrays = torch.from_numpy(numpy.stack(images))
     return arrays.unsqueeze(1) if arrays.dim() == 3 else arrays.permute(0, 3, 1, 2)

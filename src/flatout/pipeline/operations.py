@@ -23,10 +23,9 @@ class Flip(Operation):
         return (Uniform(),)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        rows = (numbers[0] < self.p).nonzero().squeeze(1)
-        flipped = images.clone()
-        flipped[rows] = images[rows].flip(self.axis)
-        return flipped
+        flipped = images.flip(self.axis).unbind()
+        chosen = (numbers[0] < self.p).tolist()
+        return torch.stack([other if flip else image for image, other, flip in zip(images.unbind(), flipped, chosen, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,11 @@ class Pad(Operation):
             columns = _positions(old.width, self.left, self.right, self.mode).to(images.device)
             return images.index_select(2, rows).index_select(3, columns)
         new = self.shape(old)
-        padded = images.new_empty((batch, new.height, new.width, new.channels)).permute(0, 3, 1, 2)  # a row of pixels stays together
-        fill = torch.tensor(self.fill, dtype=images.dtype, device=images.device).view(-1, 1, 1)
-        below, beside = self.top + old.height, self.left + old.width
-        for edge in (padded[:, :, :self.top], padded[:, :, below:], padded[:, :, self.top:below, :self.left], padded[:, :, self.top:below, beside:]):
-            edge.copy_(fill.expand(new.channels, *edge.shape[2:]))
-        padded[:, :, self.top:below, self.left:beside] = images
+        if len(self.fill) == 1:
+            padded = images.new_full((batch, *new), self.fill[0])
+        else:
+            padded = torch.tensor(self.fill, dtype=images.dtype, device=images.device).view(-1, 1, 1).repeat(batch, 1, new.height, new.width)
+        padded[:, :, self.top:self.top + old.height, self.left:self.left + old.width] = images
         return padded
 
 
@@ -115,13 +113,46 @@ class Window(Operation):
         return Shape(shape.channels, self.height, self.width)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        batch, device = len(images), images.device
+        images = images.contiguous()
+        return self.cut([images] * len(images), *self.corners(images, numbers))
+
+    def corners(self, images: Tensor, numbers: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+        """The top row and the left column of each window."""
         rows, columns = self._drawn(Shape(*images.shape[1:]))
         left = iter(numbers)
-        top = next(left) if rows else torch.zeros(batch, dtype=torch.int64, device=device)
-        side = next(left) if columns else torch.zeros(batch, dtype=torch.int64, device=device)
-        windows = images.unfold(2, self.height, 1).unfold(3, self.width, 1)
-        return windows[torch.arange(batch, device=device), :, top, side]
+        nothing = [0] * len(images)
+        return next(left).tolist() if rows else nothing, next(left).tolist() if columns else nothing
+
+    def cut(self, images: Sequence[Tensor], top: Sequence[int], side: Sequence[int]) -> Tensor:
+        """For row i the window of ``images[i][i]`` with this corner. Tensors that are contiguous, all of one shape."""
+        _, channels, height, width = images[0].shape
+        sizes, strides = (1, channels, self.height, self.width), (0, height * width, width, 1)
+        each = channels * height * width
+        views = [image.as_strided(sizes, strides, image.storage_offset() + row * each + down * width + right)
+                 for row, (image, down, right) in enumerate(zip(images, top, side, strict=True))]
+        return torch.cat(views)  # twice as fast as gathering from an unfolded view: each window is a few long copies
+
+
+@dataclass(frozen=True)
+class FlippedWindow(Operation):
+    """A window, and then a mirror about the vertical axis: cut out of an image that has been mirrored already."""
+
+    window: Window
+    flip: Flip
+
+    def draws(self, shape: Shape) -> tuple[Draw, ...]:
+        return self.window.draws(shape) + self.flip.draws(shape)
+
+    def shape(self, shape: Shape) -> Shape:
+        return self.window.shape(shape)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        images = images.contiguous()
+        mirrored, chosen = images.flip(-1), (numbers[-1] < self.flip.p).tolist()
+        top, side = self.window.corners(images, numbers[:-1])
+        most = images.shape[-1] - self.window.width
+        sources = [mirrored if flip else images for flip in chosen]
+        return self.window.cut(sources, top, [most - right if flip else right for right, flip in zip(side, chosen, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -198,3 +229,14 @@ class Normalize(Operation):
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         mean, deviation = (torch.tensor(each, dtype=images.dtype, device=images.device).view(-1, 1, 1) for each in (self.mean, self.deviation))
         return images.sub(mean).div_(deviation)
+
+
+def joined(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+    """The same operations, neighbours done together where that is faster."""
+    found: list[Operation] = []
+    for operation in operations:
+        if isinstance(operation, Flip) and operation.axis == -1 and found and isinstance(found[-1], Window):
+            found[-1] = FlippedWindow(found[-1], operation)
+        else:
+            found.append(operation)
+    return tuple(found)

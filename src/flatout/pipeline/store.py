@@ -27,7 +27,7 @@ class Cell:
     """Stands in the template of a sample for the value in a column."""
 
     column: int
-    kind: str  # tensor, array, number, scalar (numpy's) or pil
+    kind: str  # tensor, array, number, scalar (numpy's) or pil (as [C, H, W])
     dtype: torch.dtype
     shape: tuple[int, ...]
     detail: Any = None  # the type of a number, the mode of a PIL image
@@ -73,7 +73,8 @@ def encoded(value: Any) -> tuple[str, Tensor, Any]:
     if form is not None and form.kind == "pil" and type(value).__module__ == "PIL.Image" and name == "Image" and not value.info:
         import numpy
 
-        return "pil", torch.from_numpy(numpy.array(value)), value.mode
+        pixels = torch.from_numpy(numpy.array(value))
+        return "pil", pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.permute(2, 0, 1), value.mode
     raise Unknown(f"a sample holds a {name}")
 
 
@@ -185,7 +186,7 @@ class Store:
         elif cell.kind == "pil":
             from PIL import Image
 
-            value = Image.fromarray(row.numpy())
+            value = Image.fromarray(row[0].numpy() if len(row) == 1 else row.permute(1, 2, 0).contiguous().numpy())
         return value if cell.place is None else Leaf(value, cell.place)
 
 
