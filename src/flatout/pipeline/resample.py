@@ -1,0 +1,187 @@
+"""Resize and RandomResizedCrop of a batch: PIL images bit for bit as Pillow, tensors by the very call that torchvision makes."""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from flatout.pipeline.draws import Words
+from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
+from flatout.pipeline.pillow_resample import FILTERS, Box, resample
+
+TRIES = 10
+OF_PILLOW = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's numbers for them
+
+
+class Resampler(Protocol):
+    def __call__(self, images: Tensor, boxes: Sequence[Box], height: int, width: int) -> Tensor:
+        """[B, C, H, W] to [B, C, height, width], from a box for each image, or one for all."""
+
+
+@dataclass(frozen=True)
+class PillowResampler:
+    name: str
+    tall_first: bool
+
+    def __call__(self, images: Tensor, boxes: Sequence[Box], height: int, width: int) -> Tensor:
+        return resample(images, boxes, height, width, self.name, self.tall_first)
+
+
+@dataclass(frozen=True)
+class TensorResampler:
+    """``bytes_as_floats`` where torchvision converts bytes there and back; images of equal boxes go together."""
+
+    mode: str
+    antialias: bool
+    bytes_as_floats: bool
+
+    def __call__(self, images: Tensor, boxes: Sequence[Box], height: int, width: int) -> Tensor:
+        if len(set(boxes)) == 1:
+            return self._resized(images, boxes[0], height, width)
+        return torch.cat([self._resized(images[row:row + 1], box, height, width) for row, box in enumerate(boxes)])
+
+    def _resized(self, images: Tensor, box: Box, height: int, width: int) -> Tensor:
+        images = images[:, :, box.top:box.top + box.height, box.left:box.left + box.width]
+        if (box.height, box.width) == (height, width):
+            return images
+        align_corners = False if self.mode in ("bilinear", "bicubic") else None
+        given = images.to(torch.float32 if self.bytes_as_floats else images.dtype, memory_format=torch.contiguous_format).contiguous()
+        resized = interpolate(given, size=(height, width), mode=self.mode, align_corners=align_corners, antialias=self.antialias)
+        if not self.bytes_as_floats:
+            return resized
+        return (resized.clamp_(0, 255) if self.mode == "bicubic" else resized).round_().to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Resize(Operation):
+    """To this height and width; to this shorter side, the other one in proportion, with a bound for the longer one; or to this longer side."""
+
+    resampler: Resampler
+    size: tuple[int, ...] | None
+    longest: int | None = None
+
+    def shape(self, shape: Shape) -> Shape:
+        if self.size is not None and len(self.size) == 2:
+            return Shape(shape.channels, *self.size)
+        short, long = sorted(shape[1:])
+        if self.size is None:
+            assert self.longest is not None
+            new_short, new_long = int(self.longest * short / long), self.longest
+        else:
+            new_short, new_long = self.size[0], int(self.size[0] * long / short)
+            if self.longest is not None and self.longest <= new_short:
+                raise ValueError(f"the longer side, {self.longest} at most, has to exceed the shorter one, {new_short}")
+            if self.longest is not None and new_long > self.longest:
+                new_short, new_long = int(self.longest * new_short / new_long), self.longest
+        height, width = (new_long, new_short) if shape.width <= shape.height else (new_short, new_long)
+        return Shape(shape.channels, height, width)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
+        old = Shape(*images.shape[1:])
+        new = self.shape(old)
+        return images if new == old else self.resampler(images, [Box(0, 0, old.height, old.width)], new.height, new.width)
+
+
+@dataclass(frozen=True)
+class ResizedCrop(Operation):
+    """A box whose area and aspect are drawn, brought to one size. ``numbers`` are boxes."""
+
+    resampler: Resampler
+    height: int
+    width: int
+    scale: tuple[float, float]
+    ratio: tuple[float, float]
+
+    def shape(self, shape: Shape) -> Shape:
+        return Shape(shape.channels, self.height, self.width)
+
+    def draws(self, shape: Shape) -> None:
+        return None
+
+    def row(self, shape: Shape, words: Words) -> Box:
+        _, height, width = shape
+        for area, aspect in areas(words, self.scale, self.ratio, height * width):
+            wide, high = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < wide <= width and 0 < high <= height:
+                top = words.randint(0, height - high + 1)
+                return Box(top, words.randint(0, width - wide + 1), high, wide)
+        wide, high = width, height
+        if width / height < min(self.ratio):
+            high = round(width / min(self.ratio))
+        elif width / height > max(self.ratio):
+            wide = round(height * max(self.ratio))
+        return Box((height - high) // 2, (width - wide) // 2, high, wide)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
+        return self.resampler(images, numbers, self.height, self.width)
+
+
+def areas(words: Words, scale: Sequence[float], ratio: Sequence[float], whole: int) -> Any:
+    """Up to ten areas and aspects, drawn as they are asked for. Logarithm and exponential are torch's, which round in their own way."""
+    low, high = torch.log(torch.tensor(ratio)).tolist()
+    for _ in range(TRIES):
+        area = whole * words.uniform(scale[0], scale[1])
+        yield area, torch.exp(torch.tensor([words.uniform(low, high)])).item()
+
+
+def interpolation_of(transform: Any) -> str:
+    """By its name, of whatever kind it was given as."""
+    given = getattr(transform.interpolation, "value", transform.interpolation)
+    return OF_PILLOW[given] if isinstance(given, int) else str(given)
+
+
+def _resampler(transform: Any, form: Form, v2: bool) -> Resampler:
+    name = interpolation_of(transform)
+    if form.kind == "pil" and form.mode in ("L", "RGB"):
+        name = "nearest" if name == "nearest-exact" else name
+        if name == "nearest" or name in FILTERS:
+            return PillowResampler(name, _pillow() >= 13)
+    smooth = name in ("bilinear", "bicubic")
+    if form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32) and (smooth or name in ("nearest", "nearest-exact")):
+        floats = form.dtype == torch.uint8 and (not v2 or (name == "bilinear" and not _bilinear_of_bytes()))
+        return TensorResampler(name, smooth and bool(transform.antialias), floats)
+    raise Unknown(f"{form.mode or form.dtype} images ({form.kind}) are not resampled in batches by the {name} filter")
+
+
+def _pillow() -> int:
+    """The major version of the Pillow that is loaded, whose images are to be read."""
+    version = getattr(sys.modules.get("PIL"), "__version__", "none")
+    if not re.fullmatch(r"\d+(\.\d+)*", version):  # pillow-simd's are 9.5.0.post2 and alike, and its arithmetic is its own
+        raise Unknown(f"Pillow's version is {version}, whose way of resampling is not known")
+    return int(version.split(".")[0])
+
+
+def _bilinear_of_bytes() -> bool:
+    """Whether version 2 gives bytes to torch as they are."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or platform.machine() in ("aarch64", "arm64")
+
+
+def _resize(v2: bool) -> Reader:
+    def read(transform: Any, form: Form) -> Operation:
+        size = transform.size
+        return Resize(_resampler(transform, form, v2), (size,) if isinstance(size, int) else size and tuple(size), transform.max_size)
+
+    return read
+
+
+def _resized_crop(v2: bool) -> Reader:
+    def read(transform: Any, form: Form) -> Operation:
+        height, width = transform.size if len(transform.size) == 2 else transform.size * 2
+        return ResizedCrop(_resampler(transform, form, v2), height, width, tuple(transform.scale), tuple(transform.ratio))
+
+    return read
+
+
+READERS: dict[str, Reader] = {
+    "v1.Resize": _resize(False), "v2.Resize": _resize(True),
+    "v1.RandomResizedCrop": _resized_crop(False), "v2.RandomResizedCrop": _resized_crop(True),
+}
