@@ -1,7 +1,8 @@
 """Pillow's resampling of bytes, for a batch of images with a box each. Bit for bit.
 
-Pillow resamples along rows, rounds to bytes, resamples along columns and rounds again (or the other way about). Its weights are whole numbers of 2**-22, so a sum
-is a whole number below 2**53 that float64 matrix products find without rounding, in whatever order they add.
+Pillow resamples along rows, rounds to bytes, resamples along columns and rounds again, or the other way about. Its weights are whole
+numbers of 2**-22. Each is split into a high and a low part here, so that float32 matrix products hold their sums, which are whole numbers
+below 2**24, without rounding, in whatever order they add.
 
 Source: Pillow's Resample.c (precompute_coeffs, normalize_coeffs_8bpc, clip8) and, for the nearest neighbour, Geometry.c (ImagingScaleAffine).
 """
@@ -16,8 +17,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 BITS = 22  # PRECISION_BITS
+LOW = 2**11  # a weight is a multiple of this and a rest of at most half of it
+LONGEST = 56  # taps whose rests' sum float32 holds: 56 * 255 * 2**10 + 2**21 is below 2**24; beyond, float64 does
 BLOCK = 16  # neighbouring results that share one window of the input
 AT_ONCE = 2**20  # numbers of a window tensor: what a cache holds
 
@@ -88,7 +92,7 @@ def taps(name: str, length: int, size: int) -> tuple[Tensor, Tensor]:
         starts.append(start)
         rows.append([int(weight * (1 << BITS) + math.copysign(0.5, weight)) for weight in weights])
     reach = max(map(len, rows))
-    return torch.tensor(starts), torch.tensor([row + [0] * (reach - len(row)) for row in rows], dtype=torch.float64)
+    return torch.tensor(starts), torch.tensor([row + [0] * (reach - len(row)) for row in rows])
 
 
 @lru_cache(maxsize=2048)
@@ -119,50 +123,59 @@ def resample(images: Tensor, boxes: Sequence[Box], height: int, width: int, name
             here = chosen[begin:begin + step]
             theirs = [boxes[row] for row in here] if len(boxes) > 1 else list(boxes)
             if name == "nearest":
-                down = torch.stack([nearest(box.height, height) + box.top for box in theirs])
-                along = torch.stack([nearest(box.width, width) + box.left for box in theirs])
-                resampled[here] = pixels[torch.tensor(here).view(-1, 1, 1), down.unsqueeze(2), along.unsqueeze(1)]
+                lines = torch.stack([nearest(box.height, height) + box.top for box in theirs])
+                places = torch.stack([nearest(box.width, width) + box.left for box in theirs])
+                resampled[here] = pixels[torch.tensor(here).view(-1, 1, 1), lines.unsqueeze(2), places.unsqueeze(1)]
                 continue
             top, bottom = min(box.top for box in theirs), max(box.top + box.height for box in theirs)
-            down_by = [taps(name, box.height, height) for box in theirs], [box.top - top for box in theirs]
-            along_by = [taps(name, box.width, width) for box in theirs], [box.left for box in theirs]
-            part = pixels[here, top:bottom].double()
-            part = _across(_down(part, *down_by), *along_by) if way else _down(_across(part, *along_by), *down_by)
-            resampled[here] = part.to(torch.uint8)
+            part = pixels[here, top:bottom]
+            down = name, height, [box.height for box in theirs], [box.top - top for box in theirs]
+            across = name, width, [box.width for box in theirs], [box.left for box in theirs]
+            resampled[here] = _across(_down(part, *down), *across) if way else _down(_across(part, *across), *down)
     return resampled.permute(0, 3, 1, 2)
 
 
-Taps = Sequence[tuple[Tensor, Tensor]]
+def _down(pixels: Tensor, name: str, size: int, lengths: Sequence[int], offsets: Sequence[int]) -> Tensor:
+    """[B, H, W, C] to [B, size, W, C], of bytes: from ``lengths`` lines below ``offsets``, for each image or for all."""
+    return _resampled(pixels.flatten(2), name, size, lengths, offsets).unflatten(2, pixels.shape[2:])
 
 
-def _down(pixels: Tensor, each: Taps, offsets: Sequence[int]) -> Tensor:
-    """[B, H, W, C] to [B, height, W, C]."""
-    return _along(pixels.flatten(2), each, offsets).unflatten(2, pixels.shape[2:])
+def _across(pixels: Tensor, name: str, size: int, lengths: Sequence[int], offsets: Sequence[int]) -> Tensor:
+    """[B, H, W, C] to [B, H, size, C]."""
+    return _down(pixels.transpose(1, 2), name, size, lengths, offsets).transpose(1, 2)
 
 
-def _across(pixels: Tensor, each: Taps, offsets: Sequence[int]) -> Tensor:
-    """[B, H, W, C] to [B, H, width, C]."""
-    return _down(pixels.transpose(1, 2), each, offsets).transpose(1, 2)
-
-
-def _along(lines: Tensor, each: Taps, offsets: Sequence[int]) -> Tensor:
-    """[B, N, M] to [B, size, M]: a weighted sum of lines for each result, rounded and clipped to a byte. Weights for each row, or for all.
+def _resampled(lines: Tensor, name: str, size: int, lengths: Sequence[int], offsets: Sequence[int]) -> Tensor:
+    """[B, N, M] to [B, size, M].
 
     A block of results has its window of lines in common, and is one product of a small matrix with them.
     """
+    different = sorted(set(lengths))
+    first, bands = _bands(name, size, tuple(different))
+    which = torch.tensor([different.index(length) for length in lengths])
+    batch, count, breadth = lines.shape
+    blocks, window = bands.shape[1], bands.shape[3]
+    at = (first[which] + torch.tensor(offsets).unsqueeze(1)).unsqueeze(2) + torch.arange(window)
+    at = at.clamp_(max=count - 1) + torch.arange(batch).mul_(count).view(-1, 1, 1)
+    windows = lines.reshape(batch * count, breadth).index_select(0, at.flatten()).to(bands.dtype).view(batch, blocks, window, breadth)
+    sums = torch.matmul(bands[which], windows).view(batch, blocks, 2, -1, breadth)
+    high, low = sums.unbind(2)
+    low.add_(1 << (BITS - 1)).mul_(1 / LOW).floor_()
+    return high.add_(low).mul_(LOW / 2**BITS).floor_().clamp_(0, 255).to(torch.uint8).flatten(1, 2)[:, :size]
+
+
+def _bands(name: str, size: int, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """For each length, where the window of each block begins, and its matrix: high parts of the weights above low parts."""
+    each = [taps(name, length, size) for length in lengths]
     reach = max(weights.shape[1] for _, weights in each)
-    starts = torch.stack([start for start, _ in each]) + torch.tensor(offsets).unsqueeze(1)
-    weights = torch.stack([torch.nn.functional.pad(weights, (0, reach - weights.shape[1])) for _, weights in each])
-    size = starts.shape[1]
     block = min(BLOCK, size)
-    blocks = -(-size // block)
-    starts = torch.cat((starts, starts[:, -1:].expand(-1, blocks * block - size)), dim=1).view(-1, blocks, block)
-    weights = torch.nn.functional.pad(weights, (0, 0, 0, blocks * block - size)).view(-1, blocks, block, reach)
-    first = starts[:, :, :1]
-    inside = (starts - first).unsqueeze(3) + torch.arange(reach)
-    window = int(inside.max()) + 1
-    bands = weights.new_zeros((*starts.shape, window)).scatter_(3, inside, weights)
-    at = (first + torch.arange(window)).clamp_(max=lines.shape[1] - 1)
-    windows = lines[torch.arange(len(lines)).view(-1, 1, 1), at]
-    sums = torch.matmul(bands, windows).flatten(1, 2)[:, :size]
-    return sums.add_(1 << (BITS - 1)).mul_(2.0**-BITS).floor_().clamp_(0, 255)
+    missing = -size % block
+    starts = torch.stack([torch.cat((start, start[-1:].expand(missing))) for start, _ in each]).view(len(each), -1, block)
+    weights = torch.stack([pad(weights, (0, reach - weights.shape[1], 0, missing)) for _, weights in each])
+    first = starts[:, :, 0]
+    inside = (starts - first.unsqueeze(2)).unsqueeze(3) + torch.arange(reach)
+    high = weights.add(LOW // 2).div_(LOW, rounding_mode="floor")
+    parts = torch.stack((high, weights - high * LOW), dim=1).view(len(each), 2, *inside.shape[1:]).transpose(1, 2)
+    bands = torch.zeros((*parts.shape[:4], int(inside.max()) + 1), dtype=torch.float32 if reach <= LONGEST else torch.float64)
+    bands.scatter_(4, inside.unsqueeze(2).expand(parts.shape), parts.to(bands.dtype))
+    return first, bands.flatten(2, 3)

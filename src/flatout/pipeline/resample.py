@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -127,10 +128,15 @@ class ResizedCrop(Operation):
 
 def areas(words: Words, scale: Sequence[float], ratio: Sequence[float], whole: int) -> Any:
     """Up to ten areas and aspects, drawn as they are asked for. Logarithm and exponential are torch's, which round in their own way."""
-    low, high = torch.log(torch.tensor(ratio)).tolist()
+    low, high = _logarithms(tuple(ratio))
     for _ in range(TRIES):
         area = whole * words.uniform(scale[0], scale[1])
         yield area, torch.exp(torch.tensor([words.uniform(low, high)])).item()
+
+
+@lru_cache
+def _logarithms(ratio: tuple[float, ...]) -> list[float]:
+    return torch.log(torch.tensor(ratio)).tolist()
 
 
 def interpolation_of(transform: Any) -> str:
