@@ -6,7 +6,7 @@ import math
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -126,12 +126,13 @@ class ResizedCrop(Operation):
         return self.resampler(images, numbers, self.height, self.width)
 
 
-def areas(words: Words, scale: Sequence[float], ratio: Sequence[float], whole: int) -> Any:
+def areas(words: Words, scale: Sequence[float], ratio: Sequence[float], whole: int) -> Iterator[tuple[float, float]]:
     """Up to ten areas and aspects, drawn as they are asked for. Logarithm and exponential are torch's, which round in their own way."""
     low, high = _logarithms(tuple(ratio))
+    aspect = torch.empty(1)
     for _ in range(TRIES):
         area = whole * words.uniform(scale[0], scale[1])
-        yield area, torch.exp(torch.tensor([words.uniform(low, high)])).item()
+        yield area, aspect.fill_(words.uniform(low, high)).exp_().item()
 
 
 @lru_cache
