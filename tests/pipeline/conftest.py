@@ -16,7 +16,7 @@ from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from flatout.pipeline import choose, color, erase, resample, tone
+from flatout.pipeline import affine, choose, color, erase, resample, tone
 from flatout.pipeline.choose import drawn, numbers_of
 from flatout.pipeline.draws import Words, columns
 from flatout.pipeline.operation import Form, Operation, Shape
@@ -38,7 +38,7 @@ def read(transform: Any, form: Form) -> Operation | Sequence[Operation]:
     return READERS[f"{family}.{type(transform).__name__}"](transform, form)
 
 
-READERS = {**color.READERS, **tone.READERS, **resample.READERS, **erase.READERS, **choose.readers(read)}
+READERS = {**color.READERS, **tone.READERS, **resample.READERS, **erase.READERS, **affine.READERS, **choose.readers(read)}
 
 
 def pictures(name: str, height: int, width: int, count: int, seed: int = 0) -> Tensor:
