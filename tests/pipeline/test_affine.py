@@ -80,7 +80,11 @@ def test_far_beyond_fixed_point(same, family, mode, scale, degrees):
     same(family.RandomAffine(degrees, (0.5, 0.5), scale, interpolation=mode, fill=3), "pil-rgb", (30, 41), count=12)
 
 
-@given(st.floats(-360, 360), st.floats(0.2, 3), st.floats(-60, 60), st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**32))
+def hundredths(least: float, most: float):
+    return st.integers(round(100 * least), round(100 * most)).map(lambda count: count / 100)
+
+
+@given(hundredths(-360, 360), hundredths(0.2, 3), hundredths(-60, 60), st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**32))
 @settings(max_examples=20)
 @MODES
 @pytest.mark.parametrize("name", ["pil-rgb", "bytes"])
