@@ -40,7 +40,7 @@ from flatout.probe.machine import look
 ALONE, TRAINING = HERE / "programs" / "loader_alone.py", HERE / "programs" / "small_images.py"
 SETS = ("cifar", "mnist")
 KEPT = Choice("cached_prefix", {"mib": 512, "ahead": True}, Origin.USER)
-BATCHED = Choice("batched_transforms", True, Origin.USER)
+BATCHED = Choice("batched_transforms", "all", Origin.USER)
 PLANS = {"flatout, batched_transforms": Plan((BATCHED,)), "flatout, cached_prefix": Plan((KEPT,)), "flatout, both": Plan((KEPT, BATCHED))}
 PEERS = {"torchdata, 2 threads": ("torchdata", 2), "SPDL, 2 threads": ("spdl", 2), "kornia, by hand": ("kornia", 0)}
 ROUND_S = 1.0  # of reading, a side and round

@@ -1,7 +1,8 @@
 """Do the transforms of a whole batch at once, in place of one image after another.
 
 What it does: reads the torchvision pipeline of each DataLoader's data set and does its transforms as tensor operations on the
-    batch, with the random numbers that each image would have drawn. What it does not know stays with the single image.
+    batch, with the random numbers that each image would have drawn. What it does not know stays with the single image; with "light",
+    so do resizing, rotation and colours, whose arithmetic on large images is faster in Pillow.
 Why it is faster: a transform of a small image costs far more in Python and in copies than in arithmetic; a batch pays it once.
 When it does not help: large images of different sizes, whose decoding takes the time; own collate functions; IterableDatasets.
 What it can change: nothing: every value, every random draw and the order of draws are those of the plain pipeline, and the first
@@ -22,29 +23,33 @@ from flatout.plan.words import Effect, Moment
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if not scene.backwards:  # before a loader is iterated over nothing can be seen; the rule looks at each one
-        return Options((True,))
+        return Options(("all", "light"))
     from flatout.pipeline.feed import Feed
 
-    reasons, apart = [], []
+    reasons, apart, heavy = [], [], False
     for loader in scene.live_loaders:
         feed = Feed(loader)
         feed.batched = True
         feed.prepare()
         reasons.append(feed.try_out())
         apart.append(feed.apart)
+        heavy |= feed.heavy
     if not reasons:
         return Skip("the script prepares its batches itself, without a DataLoader")
     if all(reasons):
         return Skip(reasons[0])
-    return Options((True,), effect=Effect.ROUNDING if any(apart) else Effect.EXACT)
+    return Options(("all", "light") if heavy else ("all",), effect=Effect.ROUNDING if any(apart) else Effect.EXACT)
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     from flatout.pipeline.feed import Feed
 
+    if value not in ("all", "light"):
+        raise TypeError(f'the value of batched_transforms is "all" or "light", not {value!r}')
+
     def batched(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
         feed = feed or Feed(loader)
-        feed.batched = True
+        feed.batched, feed.light = True, value == "light"
         feed.listeners["batched"] = lambda sentence: scene.report("batched_transforms", sentence)
         return feed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class Rotate(Operation):
     Quarters of a turn about the middle are transposed where torchvision transposes them: halves always, the others if the image is square.
     """
 
+    heavy: ClassVar[bool] = True  # type: ignore[misc]
     warp: Warp
     degrees: Pair
     center: Pair | None
@@ -81,6 +82,7 @@ class Rotate(Operation):
 class Affine(Operation):
     """Turned, moved, scaled and sheared by what is drawn; where a range is None, nothing is drawn for it."""
 
+    heavy: ClassVar[bool] = True  # type: ignore[misc]
     warp: Warp
     degrees: Pair
     translate: Pair | None  # parts of width and height

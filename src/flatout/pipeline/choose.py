@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import c_float
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatout.pipeline.draws import Draw, Uniform, Words
+from flatout.pipeline.draws import Draw, Numbers, Uniform
 from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
 
 Way = tuple[Operation, ...]
 
 
-def drawn(operation: Operation, shape: Shape, words: Words) -> Any:
+def drawn(operation: Operation, shape: Shape, words: Numbers) -> Any:
     """The numbers of one image, whether they are listed or not."""
     kinds = operation.draws(shape)
     return operation.row(shape, words) if kinds is None else tuple(words.draw(kind) for kind in kinds)
@@ -45,7 +46,7 @@ def _along(way: Way, shape: Shape) -> list[tuple[Operation, Shape]]:
     return met
 
 
-def _drawn_along(way: Way, shape: Shape, words: Words) -> tuple[Any, ...]:
+def _drawn_along(way: Way, shape: Shape, words: Numbers) -> tuple[Any, ...]:
     return tuple(drawn(operation, met, words) for operation, met in _along(way, shape))
 
 
@@ -73,6 +74,10 @@ class Sometimes(Operation):
     inclusive: bool = False
     apart: float = 0.0
 
+    @property
+    def heavy(self) -> bool:  # type: ignore[override]
+        return any(operation.heavy for operation in self.way)
+
     def shape(self, shape: Shape) -> Shape:
         _along(self.way, shape)
         return shape
@@ -81,7 +86,7 @@ class Sometimes(Operation):
         settled = all(operation.draws(met) == () for operation, met in _along(self.way, shape))
         return (Uniform(),) if settled else None
 
-    def row(self, shape: Shape, words: Words) -> tuple[Any, ...] | None:
+    def row(self, shape: Shape, words: Numbers) -> tuple[Any, ...] | None:
         number = words.rand()
         return _drawn_along(self.way, shape, words) if number < self.p or (self.inclusive and number == self.p) else None
 
@@ -105,6 +110,10 @@ class OneOf(Operation):
     weights: tuple[float, ...]
     apart: float = 0.0
 
+    @property
+    def heavy(self) -> bool:  # type: ignore[override]
+        return any(operation.heavy for operation in chain(*self.ways))
+
     def shape(self, shape: Shape) -> Shape:
         for way in self.ways:
             _along(way, shape)
@@ -113,7 +122,7 @@ class OneOf(Operation):
     def draws(self, shape: Shape) -> None:
         return None
 
-    def row(self, shape: Shape, words: Words) -> tuple[int, tuple[Any, ...]]:
+    def row(self, shape: Shape, words: Numbers) -> tuple[int, tuple[Any, ...]]:
         chosen = int(torch.multinomial(torch.tensor(self.weights), 1, generator=words.torch()))
         return chosen, _drawn_along(self.ways[chosen], shape, words)
 
@@ -132,6 +141,10 @@ class AnyOrder(Operation):
     ways: tuple[Way, ...]
     apart: float = 0.0
 
+    @property
+    def heavy(self) -> bool:  # type: ignore[override]
+        return any(operation.heavy for operation in chain(*self.ways))
+
     def shape(self, shape: Shape) -> Shape:
         for way in self.ways:
             _along(way, shape)
@@ -140,7 +153,7 @@ class AnyOrder(Operation):
     def draws(self, shape: Shape) -> None:
         return None
 
-    def row(self, shape: Shape, words: Words) -> list[tuple[int, tuple[Any, ...]]]:
+    def row(self, shape: Shape, words: Numbers) -> list[tuple[int, tuple[Any, ...]]]:
         return [(at, _drawn_along(self.ways[at], shape, words)) for at in words.randperm(len(self.ways))]
 
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:

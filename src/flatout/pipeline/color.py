@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ class Grey(Operation):
 class Jitter(Operation):
     """Brightness, contrast, saturation and hue in an order that is drawn, each by a factor that is drawn (or None: left as it is)."""
 
+    heavy: ClassVar[bool] = True  # type: ignore[misc]
     shade: Shade
     ranges: tuple[tuple[float, float] | None, ...]
     apart: float = 0.0

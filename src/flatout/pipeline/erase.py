@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatout.pipeline.choose import single
-from flatout.pipeline.draws import Words
+from flatout.pipeline.draws import Numbers
 from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
 from flatout.pipeline.resample import areas
 
@@ -44,7 +44,7 @@ class Erase(Operation):
     def draws(self, shape: Shape) -> None:
         return None
 
-    def row(self, shape: Shape, words: Words) -> Erased | None:
+    def row(self, shape: Shape, words: Numbers) -> Erased | None:
         if words.rand() >= self.p:
             return None
         channels, height, width = shape

@@ -68,7 +68,7 @@ class Feed:
 
     def __init__(self, loader: Any) -> None:
         self.dataset = loader.dataset
-        self.batched = False
+        self.batched = self.light = False  # light: transforms with much arithmetic stay with the single image
         self.keep: Keep | None = None
         self.as_workers = 0  # the batches are drawn as this many loader workers would have drawn them
         self.ahead = 0  # so many batches are made ahead, by a thread
@@ -167,11 +167,18 @@ class Feed:
         for at, place in enumerate(found):
             transform, images = place.transform, self._entering(at, len(found))
             steps = tuple(flat(transform))
-            lowered = lower(transform, images) if lowering else None
+            lowered = lower(transform, images, self.light) if lowering else None
             start = lowered.start if lowered else len(steps)
             kept = deterministic(steps[:start], images) if self.keep else start
             ways.append(Way(place, transform, steps, kept, start, lowered))
+        for reason in dict.fromkeys(reason for way in ways if way.lowered for reason in way.lowered.reasons):
+            self._say("batched", reason)
         return ways
+
+    @property
+    def heavy(self) -> bool:
+        """Whether transforms with much arithmetic are done to whole batches."""
+        return any(operation.heavy for way in self.ways if way.lowered for operation in way.lowered.operations)
 
     def _entering(self, place: int, count: int) -> list[Any]:
         """A few images as they enter the pipeline of a place."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.pipeline import choose, color, readers, tone
+from flatout.pipeline import affine, choose, color, erase, readers, resample, tone
 from flatout.pipeline.draws import Numbers, Words, columns, understood
 from flatout.pipeline.operation import Form, Operation, Shape, Unknown
 from flatout.pipeline.operations import joined
@@ -125,11 +125,14 @@ def read(transform: Any, form: Form) -> Sequence[Operation]:
     return [found] if isinstance(found, Operation) else list(found)
 
 
-READERS = {**readers.READERS, **color.READERS, **tone.READERS, **choose.readers(read)}
+READERS = {**readers.READERS, **color.READERS, **tone.READERS, **resample.READERS, **affine.READERS, **erase.READERS, **choose.readers(read)}
 
 
-def lower(transform: Any, images: Sequence[Any]) -> Lowered:
-    """Read a pipeline with the help of a few images that enter it. Moves random generators. Raises Unknown with the reason."""
+def lower(transform: Any, images: Sequence[Any], light: bool = False) -> Lowered:
+    """Read a pipeline with the help of a few images that enter it; ``light`` leaves heavy transforms with the single image.
+
+    Moves random generators. Raises Unknown with the reason where nothing can be done to a batch.
+    """
     if not understood():
         raise Unknown("this torch draws random numbers in a way that is not known")
     steps = flat(transform)
@@ -145,7 +148,7 @@ def lower(transform: Any, images: Sequence[Any]) -> Lowered:
         form, uniform = seen[start]
         if form is None or not uniform or (form.kind == "tensor" and any(getattr(step, "inplace", False) for step in steps[start:])):
             continue
-        found = _run_from(steps, start, form, reasons)
+        found = _run_from(steps, start, form, light, reasons)
         if found is not None and any(drawing[found.end:]):  # an image would draw for it only after all images have drawn for the run
             reasons[f"{type(steps[drawing.index(True, found.end)]).__name__} draws random numbers, and comes behind what could be done to a batch"] = None
             continue
@@ -156,7 +159,7 @@ def lower(transform: Any, images: Sequence[Any]) -> Lowered:
     return best
 
 
-def _run_from(steps: Sequence[Any], start: int, entry: Form, reasons: dict[str, None]) -> Lowered | None:
+def _run_from(steps: Sequence[Any], start: int, entry: Form, light: bool, reasons: dict[str, None]) -> Lowered | None:
     """The longest run from here that ends in tensors: rows of a batch can be handed on to whatever comes behind."""
     form, operations, found = entry, [], None
     for at in range(start, len(steps)):
@@ -164,6 +167,9 @@ def _run_from(steps: Sequence[Any], start: int, entry: Form, reasons: dict[str, 
             more = read(steps[at], form)
         except Unknown as why:
             reasons[str(why)] = None
+            break
+        if light and any(operation.heavy for operation in more):
+            reasons[f"{type(steps[at]).__name__} was to stay with the single image"] = None
             break
         for operation in more:
             operations.append(operation)

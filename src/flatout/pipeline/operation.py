@@ -45,6 +45,7 @@ class Operation:
 
     apart: float = 0.0  # the farthest a value may be from torchvision's, in the units of what comes out
     gain: float = 1.0  # by how much it widens a distance that was there before
+    heavy: bool = False  # its arithmetic counts for more than its calls: large images may be faster one by one
 
     def draws(self, shape: Shape) -> tuple[Draw, ...] | None:
         return ()

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from flatout.pipeline.draws import Words
+from flatout.pipeline.draws import Numbers
 from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
 from flatout.pipeline.pillow_resample import FILTERS, Box, resample
 
@@ -66,6 +66,7 @@ class TensorResampler:
 class Resize(Operation):
     """To this height and width; to this shorter side, the other one in proportion, with a bound for the longer one; or to this longer side."""
 
+    heavy: ClassVar[bool] = True  # type: ignore[misc]
     resampler: Resampler
     size: tuple[int, ...] | None
     longest: int | None = None
@@ -96,6 +97,7 @@ class Resize(Operation):
 class ResizedCrop(Operation):
     """A box whose area and aspect are drawn, brought to one size. ``numbers`` are boxes."""
 
+    heavy: ClassVar[bool] = True  # type: ignore[misc]
     resampler: Resampler
     height: int
     width: int
@@ -108,7 +110,7 @@ class ResizedCrop(Operation):
     def draws(self, shape: Shape) -> None:
         return None
 
-    def row(self, shape: Shape, words: Words) -> Box:
+    def row(self, shape: Shape, words: Numbers) -> Box:
         _, height, width = shape
         for area, aspect in areas(words, self.scale, self.ratio, height * width):
             wide, high = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
 class Tone(Operation):
     """Values only: shape and form stay."""
 
+    heavy: ClassVar[bool] = True  # type: ignore[misc]
     def shape(self, shape: Shape) -> Shape:
         if shape.channels not in (1, 3):
             raise ValueError(f"{type(self).__name__} is for images of 1 or 3 channels, not of {shape.channels}")

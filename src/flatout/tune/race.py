@@ -98,9 +98,9 @@ def _batches_from_memory(tuning: Tuning) -> list[Lineup]:
     kept, batched, loader = (tuning.candidates.get(name) for name in ("cached_prefix", "batched_transforms", "loader"))
     if kept is None or batched is None or not (kept.open and batched.open):
         return []
-    together = ((kept, kept.values[0]), (batched, batched.values[0]))
+    together = [((kept, kept.values[0]), (batched, value)) for value in batched.values]
     without = [value for value in loader.values if isinstance(value, dict) and value.get("workers") == 0] if loader is not None and loader.open else []
-    return [Lineup(together), *(Lineup(((loader, value), *together)) for value in without if loader is not None)]
+    return [*map(Lineup, together), *(Lineup(((loader, value), *together[0])) for value in without if loader is not None)]
 
 
 def least_race_s(tuning: Tuning, entrants: int) -> float:
