@@ -128,7 +128,7 @@ class ResizedCrop(Operation):
         return self.resampler(images, numbers, self.height, self.width)
 
 
-def areas(words: Words, scale: Sequence[float], ratio: Sequence[float], whole: int) -> Iterator[tuple[float, float]]:
+def areas(words: Numbers, scale: Sequence[float], ratio: Sequence[float], whole: int) -> Iterator[tuple[float, float]]:
     """Up to ten areas and aspects, drawn as they are asked for. Logarithm and exponential are torch's, which round in their own way."""
     low, high = _logarithms(tuple(ratio))
     aspect = torch.empty(1)

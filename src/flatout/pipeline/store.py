@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flatout.pipeline.chain import Leaf
-from flatout.pipeline.lowering import form_of
+from flatout.pipeline.lowering import form_of, stack
 from flatout.pipeline.operation import Unknown
 
 DEEPEST = 6
@@ -97,12 +97,44 @@ def values_of(sample: Any) -> list[Any]:
     return found
 
 
+def _match(template: Any, sample: Any, values: list[Any]) -> None:
+    """Append the values of a sample that has the template's structure. Raises Unknown where it has another."""
+    kind = type(template)
+    if kind is Cell:
+        place = sample.place if isinstance(sample, Leaf) else None
+        if place != template.place:
+            raise Unknown("samples come through different pipelines")
+        values.append(sample.image if place is not None else sample)
+        return
+    if type(sample) is not kind or len(sample) != len(template) or (kind is dict and sample.keys() != template.keys()):
+        raise Unknown("samples are not alike")
+    for key in template if kind is dict else range(len(template)):
+        _match(template[key], sample[key], values)
+
+
+def _together(cell: Cell, values: Sequence[Any]) -> Tensor:
+    """The values of one column as a tensor [B, ...]. Raises Unknown where one is not what the cell says."""
+    first = values[0]
+    if cell.kind == "number" and all(type(value) is cell.detail for value in values):
+        return torch.tensor(values, dtype=cell.dtype)
+    if cell.kind == "pil" and all(type(v) is type(first) and v.mode == cell.detail and v.size == first.size and not v.info for v in values):
+        kind, tensor, detail = encoded(first)
+        if (kind, tuple(tensor.shape), detail) == (cell.kind, cell.shape, cell.detail):
+            return stack(values)
+    found = []
+    for value in values:
+        kind, tensor, detail = encoded(value)
+        if (kind, tensor.dtype, tuple(tensor.shape), detail) != (cell.kind, cell.dtype, cell.shape, cell.detail):
+            raise Unknown("samples differ in size or type")
+        found.append(tensor)
+    return torch.stack(found)
+
+
 class Store:
     """Rows for the first ``rows`` samples of a data set, like the one given. Raises Unknown where samples like it cannot be kept."""
 
     def __init__(self, sample: Any, length: int, budget_bytes: int, shared: bool, folder: str | None = None) -> None:
         self.template, self.cells = template_of(sample)
-        self._structure = _map(sample, lambda value: None)
         self.row_bytes = sum(cell.row_bytes for cell in self.cells) + 1
         self.bytes_of_all = length * self.row_bytes
         on_disk = folder is not None and self.bytes_of_all > budget_bytes
@@ -129,23 +161,18 @@ class Store:
 
     def put(self, indices: Sequence[int], samples: Sequence[Any]) -> None:
         """Keep samples. Raises Unknown where one of them is not like the first."""
-        rows = [self._encode(sample) for sample in samples]
         at = torch.tensor(indices)
-        for column, values in zip(self.columns, zip(*rows, strict=True), strict=True):
-            column[at] = torch.stack(values)
+        for column, values in zip(self.columns, self._encode(samples), strict=True):
+            column[at] = values
         self.filled[at] = True
 
-    def _encode(self, sample: Any) -> list[Tensor]:
-        if _map(sample, lambda value: None) != self._structure:
-            raise Unknown("samples are not alike")
-        found = []
-        for cell, value in zip(self.cells, values_of(sample), strict=True):
-            place, image = (value.place, value.image) if isinstance(value, Leaf) else (None, value)
-            kind, tensor, detail = encoded(image)
-            if (kind, tensor.dtype, tuple(tensor.shape), detail, place) != (cell.kind, cell.dtype, cell.shape, cell.detail, cell.place):
-                raise Unknown("samples differ in size or type")
-            found.append(tensor)
-        return found
+    def _encode(self, samples: Sequence[Any]) -> list[Tensor]:
+        """Column by column the values of these samples."""
+        rows: list[list[Any]] = []
+        for sample in samples:
+            rows.append([])
+            _match(self.template, sample, rows[-1])
+        return [_together(cell, [row[at] for row in rows]) for at, cell in enumerate(self.cells)]
 
     def move_to(self, device: torch.device) -> None:
         """Gather from there from now on. Every row must have been put before."""
@@ -154,10 +181,10 @@ class Store:
     def holds(self, index: int, sample: Any) -> bool:
         """Whether the row is this sample, bit for bit."""
         try:
-            rows = self._encode(sample)
+            columns = self._encode([sample])
         except Unknown:
             return False
-        return all(same_bits(column[index].cpu(), row) for column, row in zip(self.columns, rows, strict=True))
+        return all(same_bits(column[index].cpu(), values[0]) for column, values in zip(self.columns, columns, strict=True))
 
     def gather(self, indices: Tensor) -> list[Tensor]:
         """For each column its rows [B, ...], where the columns are."""
