@@ -103,6 +103,8 @@ def _change(dataset: Any, arguments: dict[str, Any], value: dict[str, Any]) -> d
         return arguments
     asked = arguments.get("num_workers", 0)
     workers = 0 if value.get("threads") else int(value.get("workers", asked))
+    if arguments.get("worker_init_fn") is not None and asked and not workers:  # it may open files, or choose what a worker does
+        return arguments
     changed = {**arguments, "num_workers": workers} if workers else without_workers(arguments)
     if workers:
         changed["persistent_workers"] = arguments.get("persistent_workers", False) or not can_stand_in(workers, asked)

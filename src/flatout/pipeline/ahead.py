@@ -1,29 +1,37 @@
 """Batches that a thread of this process makes ready ahead of time.
 
 Indices are still drawn by the script's own thread, and the first batch is made there too: only where that moved no random generator,
-later ones are made beside it. So what the model draws and what the data draws can never trade places.
+later ones are made beside it. So what the model draws and what the data draws can never trade places. One thread at a time fetches
+samples in a process: data sets share open files and caches.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from flatout.pipeline.streams import same_states, states
 
+_ONE_AT_A_TIME = threading.RLock()
+
 
 class Ahead:
-    """Stands in the place of a single-process iterator's ``_next_data``. ``depth`` batches are ready or being made."""
+    """Stands in the place of a single-process iterator's ``_next_data``. ``depth`` batches are ready or being made.
 
-    def __init__(self, iterator: Any, depth: int, say: Callable[[str], None]) -> None:
+    ``own`` are the random generators of the data set.
+    """
+
+    def __init__(self, iterator: Any, depth: int, say: Callable[[str], None], own: Sequence[Any] = ()) -> None:
         self._iterator = weakref.ref(iterator)
         self._plain = type(iterator)._next_data
         self._depth = depth
         self._say = say
-        self._ready: deque[Future[Any]] = deque()
+        self._own = own
+        self._ready: deque[tuple[Any, Future[Any]]] = deque()
         self._pool: ThreadPoolExecutor | None = None
         self._started = self._ended = False
         weakref.finalize(iterator, _leave, self._ready)
@@ -32,27 +40,45 @@ class Ahead:
         iterator: Any = self._iterator()
         if not self._started:
             self._started = True
-            index = iterator._next_index()  # a sampler draws its order when it is first asked
-            drawn = states()
-            batch = self._finished(iterator, iterator._dataset_fetcher.fetch(index))
-            if same_states(drawn, states()):
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches ahead")
-            else:
-                self._say("fetching a sample draws random numbers, whose order a second thread would change")
-            return batch
-        if self._pool is None:
-            return self._plain(iterator)
-        while len(self._ready) < self._depth and not self._ended:
+            return self._first(iterator)
+        while self._pool is not None and len(self._ready) < self._depth and not self._ended:
             try:
                 index = iterator._next_index()
             except StopIteration:
                 self._ended = True
                 break
-            self._ready.append(self._pool.submit(iterator._dataset_fetcher.fetch, index))
-        if not self._ready:
-            self._pool.shutdown(wait=False)
-            raise StopIteration
-        return self._finished(iterator, self._ready.popleft().result())
+            self._ready.append((index, self._pool.submit(_fetched, iterator._dataset_fetcher, index)))
+        if self._ready:
+            return self._finished(iterator, self._taken(iterator))
+        if self._pool is None:
+            with _ONE_AT_A_TIME:
+                return self._plain(iterator)
+        self._pool.shutdown(wait=False)
+        raise StopIteration
+
+    def _first(self, iterator: Any) -> Any:
+        index = iterator._next_index()  # a sampler draws its order when it is first asked
+        before = states(self._own)
+        batch = self._finished(iterator, _fetched(iterator._dataset_fetcher, index))
+        if same_states(before, states(self._own)):
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches ahead")
+        else:
+            self._say("fetching a sample draws random numbers, whose order a second thread would change")
+        return batch
+
+    def _taken(self, iterator: Any) -> Any:
+        """The next batch. What the thread could not make is made here, where it fails as it would have without the thread."""
+        index, future = self._ready.popleft()
+        if self._pool is not None:
+            try:
+                return future.result()
+            except Exception as error:
+                self._pool.shutdown(wait=True, cancel_futures=True)
+                self._pool = None
+                self._say(f"batches are no longer made ahead: {type(error).__name__} in the thread that made them")
+        elif not future.cancelled() and future.exception() is None:
+            return future.result()
+        return _fetched(iterator._dataset_fetcher, index)
 
     @staticmethod
     def _finished(iterator: Any, batch: Any) -> Any:
@@ -63,7 +89,12 @@ class Ahead:
         return pin_memory(batch, iterator._pin_memory_device)
 
 
-def _leave(ready: deque[Future[Any]]) -> None:
+def _fetched(fetcher: Any, index: Any) -> Any:
+    with _ONE_AT_A_TIME:
+        return fetcher.fetch(index)
+
+
+def _leave(ready: deque[tuple[Any, Future[Any]]]) -> None:
     """The script has left its loop before the end: what was not begun is not made any more."""
-    for future in ready:
+    for _, future in ready:
         future.cancel()

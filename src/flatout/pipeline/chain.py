@@ -7,6 +7,7 @@ object stays untouched. What the data set's code or the script changes meanwhile
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from flatout.pipeline.draws import Numbers
-from flatout.pipeline.lowering import CONTAINERS, READERS, Lowered, bytes_of, flat, name_of
-from flatout.pipeline.operation import Shape, Unknown
+from flatout.pipeline.lowering import CONTAINERS, READERS, Lowered, flat, name_of, shape_of
+from flatout.pipeline.operation import Unknown
 
 NOT_IMAGES = ("target_transform",)
 DEEPEST = 8
@@ -24,7 +25,7 @@ DEEPEST = 8
 class Leaf:
     """Stands in a sample for an image on which work is left to do. Anything but handing it on fails."""
 
-    __slots__ = ("image", "numbers", "place")
+    __slots__ = ("__weakref__", "image", "numbers", "place")
 
     def __init__(self, image: Any, place: int, numbers: list[Any] | None = None) -> None:
         self.image = image
@@ -45,7 +46,7 @@ class Stop:
             image = step(image)
         if self.lowered is None:
             return Leaf(image, self.place)
-        return Leaf(image, self.place, self.lowered.row(Shape(*bytes_of(image).shape), Numbers()))
+        return Leaf(image, self.place, self.lowered.row(shape_of(image), Numbers()))
 
 
 class Place:
@@ -85,6 +86,31 @@ def _ways(dataset: Any, depth: int = 0) -> list[list[tuple[Any, str, int | None]
         raise Unknown(f"{kind.__name__} holds no pipeline of torchvision's transforms")
     name, inner = inner_sets[0]
     return [[(dataset, name, None), *way] for way in _ways(inner, depth + 1)]
+
+
+def aside(dataset: Any, depth: int = 0) -> Any:
+    """A copy to look at: what its code does to its attributes, and puts into its lists and dictionaries, does not happen to the original.
+
+    Data itself is shared. What cannot be copied so is answered as it is.
+    """
+    kind = type(dataset)
+    if kind in (list, tuple) or depth > DEEPEST or not hasattr(dataset, "__dict__"):
+        return dataset
+    copy = object.__new__(kind)
+    for name, value in vars(dataset).items():
+        if isinstance(value, Dataset):
+            value = aside(value, depth + 1)
+        elif isinstance(dataset, ConcatDataset) and name == "datasets":
+            value = [aside(inner, depth + 1) for inner in value]
+        elif type(value) in (list, dict, set, OrderedDict):
+            value = value.copy()
+        elif type(value) is defaultdict:
+            value = defaultdict(value.default_factory, value)
+        vars(copy)[name] = value
+    for name in [name for base in kind.__mro__ for name in getattr(base, "__slots__", ()) if isinstance(getattr(base, "__slots__", ()), tuple)]:
+        if name not in ("__dict__", "__weakref__"):
+            raise Unknown(f"a data set of type {kind.__name__} has slots, and cannot be looked at aside")
+    return copy
 
 
 def _is_pipeline(value: Any) -> bool:

@@ -10,7 +10,10 @@ ways and compared; where that fails, or anything else is not as expected, the lo
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,17 +24,19 @@ from torch.utils.data import Subset, default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from flatout.pipeline.ahead import Ahead
-from flatout.pipeline.chain import Changed, Leaf, Place, Stop, Twin, places
+from flatout.pipeline.chain import Changed, Leaf, Place, Stop, Twin, aside, places
+from flatout.pipeline.changes import Contents, Parameters
 from flatout.pipeline.device import CopiesAhead, Resident, Twins
 from flatout.pipeline.draws import Words
-from flatout.pipeline.lowering import Lowered, bytes_of, deterministic, flat, lower, stack
+from flatout.pipeline.lowering import CONTAINERS, Lowered, copied, deterministic, flat, form_of, lower, name_of, same_pixels, shape_of, stack
 from flatout.pipeline.operation import Shape, Unknown
 from flatout.pipeline.store import Cell, Store, same_bits, values_of
-from flatout.pipeline.streams import WorkerStreams, put_back, same_states, states, untouched
+from flatout.pipeline.streams import WorkerStreams, own_generators, put_back, same_states, states, untouched
 
 PROBED = 3  # samples from all over the data set that a pipeline is read with
 PROVED = 8  # samples that are fetched twice before any is kept
 AT_A_TIME = 256  # samples that are fetched together when all are kept ahead
+CHANGED = "samples are no longer kept: the script has changed its data set"
 WATCHED_CLOSELY = 64  # batches in which one kept sample is fetched again; later in every eighth
 
 
@@ -51,6 +56,10 @@ class Keep:
     folder: str | None = None
 
 
+class InPlace(Unknown):
+    """To look at a sample is to change it."""
+
+
 @dataclass(frozen=True)
 class Way:
     """A pipeline of the data set, its steps, and how many of them come before samples are kept, and before the batch takes over."""
@@ -61,6 +70,7 @@ class Way:
     kept: int
     start: int
     lowered: Lowered | None
+    parameters: Parameters  # of what was read, and of what kept samples came through
 
 
 class Feed:
@@ -80,15 +90,21 @@ class Feed:
         self.ways: list[Way] = []
         self.store: Store | None = None
         self._workers = loader.num_workers > 0
+        self._init = loader.worker_init_fn is not None
         self.listeners: dict[str, Callable[[str], None]] = {}  # wish -> who is told what became of it: keep, batched, order
         self._said: set[str] = set()
         self._twin: Twin | None = None
         self._at_once = False  # numbers are drawn as each sample is fetched, where something else draws between two samples
         self._checked_by: int | None = None
         self._batches = 0
+        self._fetched = False
+        self._own: list[Any] = []  # random generators of the data set
+        self._contents: Contents | None = None
+        self._thread = 0  # that of the script, where another makes batches
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "listeners": {}}
+        """For a worker: what only the script's process knows or needs stays behind, and the twin is made again from the data set there."""
+        return {**vars(self), "listeners": {}, "_twin": None, "_own": [], "_contents": None, "_thread": 0}
 
     # -- getting ready ----------------------------------------------------------------------------------------------
 
@@ -98,13 +114,14 @@ class Feed:
             self._say_refusal()
             return None
         self.prepare()
+        self._thread = threading.get_ident()
         if self.ahead and iterator._num_workers == 0:
-            iterator._next_data = Ahead(iterator, self.ahead, partial(self._say, "order"))
+            iterator._next_data = Ahead(iterator, self.ahead, partial(self._say, "order"), own_generators(self.dataset))
         if self.copies is not None and (iterator._num_workers or self.as_workers or self.ahead):
             iterator._next_data = CopiesAhead(iterator, *self.copies)
         elif self.copies is not None:
             self._say("copies", "the program makes its batches itself, and taking them ahead would change the order of random numbers")
-        return InWorkerOrder(self, self.as_workers, iterator._base_seed) if self.as_workers else self
+        return Source(self, WorkerStreams(self.as_workers, iterator._base_seed, self.dataset) if self.as_workers else None)
 
     def prepare(self) -> None:
         """Read the data set's pipelines as they are now."""
@@ -113,7 +130,8 @@ class Feed:
         if self.refusal or not (self.batched or self.keep):
             self.ways, self.store, self._twin = [], None, None
             return
-        with untouched():
+        self._own = own_generators(self.dataset)
+        with untouched(self._own):
             try:
                 self._read()
             except Unknown as why:
@@ -125,6 +143,10 @@ class Feed:
 
     def _read(self) -> None:
         before = [(way.transform, way.steps) for way in self.ways]
+        if self.store is not None and self._contents is not None and self._contents.changed(thoroughly=True):
+            self._keep_nothing(CHANGED)
+        if any(way.parameters.changed() for way in self.ways):
+            self._close_store()
         self.ways = self._find_ways()
         self._twin = self._make_twin()
         if self.keep is None:
@@ -137,6 +159,7 @@ class Feed:
                 missing = (~self.store.filled).nonzero().flatten().tolist()
                 for at in range(0, len(missing), AT_A_TIME):
                     self._fill(missing[at:at + AT_A_TIME])
+            self._contents = Contents(self.dataset)
             if self.resident is not None:
                 if self.store.rows < len(self.dataset) or any(way.kept < way.start for way in self.ways):
                     raise Unknown("not all of it can lie on the device: some samples do not fit, or some transforms need them one by one")
@@ -158,6 +181,8 @@ class Feed:
                 self._say("batched", str(why))
         try:
             ways = self._ways_of(lowering=False)
+        except InPlace:
+            raise
         except Unknown:
             return []  # samples are kept as they come out
         return [] if all(way.kept == len(way.steps) for way in ways) else ways
@@ -165,12 +190,16 @@ class Feed:
     def _ways_of(self, lowering: bool) -> list[Way]:
         found, ways = places(self.dataset), []
         for at, place in enumerate(found):
-            transform, images = place.transform, self._entering(at, len(found))
+            transform, originals = place.transform, self._entering(at, len(found))
+            images = [copied(image) for image in originals]
             steps = tuple(flat(transform))
             lowered = lower(transform, images, self.light) if lowering else None
             start = lowered.start if lowered else len(steps)
             kept = deterministic(steps[:start], images) if self.keep else start
-            ways.append(Way(place, transform, steps, kept, start, lowered))
+            if not all(map(same_pixels, originals, images)):
+                raise InPlace("its transforms change the images of the data set in place")
+            read = (*steps[:kept if self.keep else 0], *steps[start:lowered.end if lowered else start])
+            ways.append(Way(place, transform, steps, kept, start, lowered, Parameters(read, _containers(transform))))
         for reason in dict.fromkeys(reason for way in ways if way.lowered for reason in way.lowered.reasons):
             self._say("batched", reason)
         return ways
@@ -182,41 +211,52 @@ class Feed:
 
     def _entering(self, place: int, count: int) -> list[Any]:
         """A few images as they enter the pipeline of a place."""
-        twin, length = Twin(self.dataset, [Stop(at, (), None) for at in range(count)]), len(self.dataset)
+        twin, length = Twin(aside(self.dataset), [Stop(at, (), None) for at in range(count)]), len(self.dataset)
         images: list[Any] = []
         for index in (*_spread(length, PROBED), *range(0, length, max(1, length // 64))):  # a place may hold but a part of the data
-            images += [leaf.image for leaf in _leaves(twin.dataset[index]) if leaf.place == place]
+            more, left = _images_of(twin.dataset, index, place)
+            if any(leaf() is not None for leaf in left):
+                raise Unknown("the data set keeps what its pipeline returns")
+            images += more
             if len(images) >= PROBED:
                 return images
         if not images:
             raise Unknown("the data set does something else with what its pipeline returns")
         return images
 
-    def _make_twin(self) -> Twin | None:
+    def _make_twin(self, dataset: Any = None) -> Twin | None:
         if not self.ways:
             return None
+        dataset = self.dataset if dataset is None else dataset
         until = [way.kept if self.keep else way.start for way in self.ways]
         draws = [way.lowered if self._at_once and self.keep is None else None for way in self.ways]
-        return Twin(self.dataset, [Stop(at, way.steps[:until[at]], draws[at]) for at, way in enumerate(self.ways)])
+        return Twin(dataset, [Stop(at, way.steps[:until[at]], draws[at]) for at, way in enumerate(self.ways)])
 
     def _open_store(self, keep: Keep) -> Store:
         """Raises Unknown where samples are not the same each time they are fetched."""
-        length = len(self.dataset)
-        samples = {index: self._sample(index) for index in _spread(length, PROVED)}
+        length, copy = len(self.dataset), aside(self.dataset)
+        twin = self._make_twin(copy)
+        looked_at = copy if twin is None else twin.dataset
+        before = states(self._own)
+        samples = {index: looked_at[index] for index in _spread(length, PROVED)}
         store = Store(next(iter(samples.values())), length, keep.memory.left_bytes, self._workers, keep.folder)
         if store.rows < min(length, PROVED):
             raise Unknown(f"a sample takes {store.row_bytes} bytes, and hardly any fits into the {keep.memory.left_bytes} that are left")
-        keep.memory.left_bytes -= store.bytes
+        contents, attributes = Contents(copy), dict(getattr(looked_at, "__dict__", {}))
         for index, sample in samples.items():
-            before = states()
-            again = self._sample(index)
-            if not same_states(before, states()):
+            again = looked_at[index]
+            if not same_states(before, states(self._own)):
                 raise Unknown("fetching a sample draws random numbers")
             torch.rand(1)  # another state of the generators each time
+            before = states(self._own)
             if index < store.rows:
                 store.put([index], [sample])
                 if not store.holds(index, again):
                     raise Unknown("a sample is not the same each time it is fetched")
+        now = getattr(looked_at, "__dict__", {})
+        if contents.changed() or now.keys() != attributes.keys() or any(now[name] is not value for name, value in attributes.items()):
+            raise Unknown("the data set changes each time a sample is fetched")
+        keep.memory.left_bytes -= store.bytes
         return store
 
     # -- batches ----------------------------------------------------------------------------------------------------
@@ -228,21 +268,10 @@ class Feed:
 
     def try_out(self) -> str:
         """Make a small batch both ways; why not, where they are not the same. The random generators stay as they are."""
-        with untouched():
+        with untouched(self._own):
             if not self.refusal and (self.ways or self.store):
                 self._first(_spread(len(self.dataset), PROVED))
         return self.refusal
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.dataset[index]
-
-    def __getattr__(self, name: str) -> Any:  # get_worker_info().dataset, in a worker's init function
-        if name.startswith("__") or "dataset" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """The finished batch of these samples."""
@@ -251,12 +280,14 @@ class Feed:
         if self._checked_by != os.getpid():
             self._checked_by = os.getpid()
             return self._first(indices)
-        before = torch.get_rng_state()
+        before = states(self._own)
         try:
             return self._made(indices)
         except Exception as error:  # whatever it is: if it is the data's own fault, the plain way shows it again
-            torch.set_rng_state(before)
-            self._refuse(f"a batch could not be made ({type(error).__name__}: {error})")
+            if self._thread and threading.get_ident() != self._thread:
+                raise  # generators are not moved beside the script; it is made again there
+            put_back(before)
+            self._refuse(str(error) if isinstance(error, (Changed, Unknown)) else f"a batch could not be made ({type(error).__name__}: {error})")
             return self._plain(indices)
 
     def _plain(self, indices: Sequence[Any]) -> Any:
@@ -265,17 +296,21 @@ class Feed:
 
     def _first(self, indices: Sequence[Any]) -> Any:
         """The plain batch; the other is made of it too, and must be the same, down to where the random generators end."""
-        start = states()
+        self._own = own_generators(self.dataset)
+        if self.store is not None and torch.utils.data.get_worker_info() is not None and self._init_changed():
+            self._keep_nothing("samples are not kept: the script's worker_init_fn may change the data set")
+        start = states(self._own)
         batch = self._plain(indices)
-        end = states()
+        end, why = states(self._own), ""
+        if self._contents is not None:  # by its own code
+            self._contents.remember()
         for at_once in dict.fromkeys((self._at_once, True)):
-            if at_once != self._at_once:
-                self._at_once = at_once
-                self._twin = self._make_twin()
             put_back(start)
             try:
+                self._at_once = at_once
+                self._twin = self._make_twin(aside(self.dataset))  # what fetching does to the data set was done once already
                 why = different(batch, self._made(indices), self.apart)
-                why = why or ("" if same_states(end, states()) else "random numbers would be drawn in another order")
+                why = why or ("" if same_states(end, states(self._own)) else "random numbers would be drawn in another order")
             except Exception as error:
                 why = f"its first batch could not be made ({type(error).__name__}: {error})"
             if not why or not any(way.lowered for way in self.ways):
@@ -283,7 +318,14 @@ class Feed:
         put_back(end)
         if why:
             self._refuse(why)
+        else:
+            self._twin = self._make_twin()
+            if self._contents is not None:
+                self._contents.remember()
         return batch
+
+    def _init_changed(self) -> bool:
+        return self._init and (self._contents is None or self._contents.changed())
 
     @property
     def apart(self) -> float:
@@ -291,22 +333,60 @@ class Feed:
         return max((way.lowered.apart for way in self.ways if way.lowered), default=0.0)
 
     def _made(self, indices: Sequence[Any]) -> Any:
-        if self._twin is not None and self._twin.carry_over() and self.store is not None:
-            self._keep_nothing("samples are no longer kept: the script has changed an attribute of its data set")
+        if any(way.parameters.changed() for way in self.ways):
+            raise Changed("the script changes its transforms while batches are made")
+        if self.store is not None and self._contents is not None and self._contents.changed():
+            self._keep_nothing(CHANGED)
+        if self._twin is not None:
+            self._twin.carry_over()
         self._batches += 1
+        self._fetched = False
         at = self._rows(indices)
+        if at is not None:
+            self._watch(indices)
         if at is None or self.store is None:
-            return self._collated([self._sample(index) for index in indices])
-        self._watch(indices)
-        if all(way.kept == way.start for way in self.ways) and not self._at_once:
-            return self._gathered(self.store, at)
-        samples = self.store.samples(at)
+            batch = self._collated(self._in_order(partial(self._fetched_on, indices)))
+        elif all(way.kept == way.start for way in self.ways) and not self._at_once:
+            batch = self._gathered(self.store, at)
+        else:
+            batch = self._collated(self._in_order(partial(self._gone_on, self.store, at)))
+        if self._twin is not None:
+            self._twin.carry_over()
+        if self._fetched and self._contents is not None:
+            self._contents.remember()
+        return batch
+
+    def _in_order(self, samples: Callable[[], list[Any]]) -> list[Any]:
+        """Samples; where something else draws between two images, an image draws as it is fetched, and not with the batch."""
+        if self._at_once or not any(way.lowered and way.lowered.draws for way in self.ways):
+            return samples()
+        before = states(self._own)
+        found = samples()
+        if same_states(before, states(self._own)):
+            return found
+        put_back(before)
+        self._at_once = True
+        self._twin = self._make_twin()
+        return samples()
+
+    def _fetched_on(self, indices: Sequence[Any]) -> list[Any]:
+        samples = []
+        for index in indices:
+            samples.append(self._sample(index))
+            if self.keep is not None and self.ways:
+                for leaf in _leaves(samples[-1]):
+                    self._go_on(leaf)
+        return samples
+
+    def _gone_on(self, store: Store, rows: Tensor) -> list[Any]:
+        samples = store.samples(rows)
         for sample in samples:
             for leaf in _leaves(sample):
                 self._go_on(leaf)
-        return self._collated(samples)
+        return samples
 
     def _sample(self, index: Any) -> Any:
+        self._fetched = True  # whatever changes meanwhile was changed by the data set's own code
         return self.dataset[index] if self._twin is None else self._twin.dataset[index]
 
     def _go_on(self, leaf: Leaf) -> None:
@@ -316,7 +396,7 @@ class Feed:
             leaf.image = step(leaf.image)
         if way.lowered is not None and self._at_once:
             with Words() as words:
-                leaf.numbers = way.lowered.row(Shape(*bytes_of(leaf.image).shape), words)
+                leaf.numbers = way.lowered.row(shape_of(leaf.image), words)
 
     def _collated(self, samples: list[Any]) -> Any:
         return collate(samples, collate_fn_map={Leaf: self._collate_leaves, **default_collate_fn_map})
@@ -327,14 +407,16 @@ class Feed:
             return default_collate([leaf.image for leaf in leaves])
         groups: dict[tuple[int, Shape], list[int]] = {}
         for at, leaf in enumerate(leaves):
-            groups.setdefault((leaf.place, Shape(*_shape(leaf.image))), []).append(at)
+            if form_of(leaf.image) != self._lowered(leaf.place).entry:
+                raise Unknown("an image is of another kind than those that its pipeline was read with")
+            groups.setdefault((leaf.place, shape_of(leaf.image)), []).append(at)
         if len(groups) == 1 and leaves[0].numbers is None:
             images = stack([leaf.image for leaf in leaves])
             return _finished(first, images, first.draw(Shape(*images.shape[1:]), len(images)))
         if leaves[0].numbers is None:
             with Words() as words:
                 for leaf in leaves:
-                    leaf.numbers = self._lowered(leaf.place).row(Shape(*_shape(leaf.image)), words)
+                    leaf.numbers = self._lowered(leaf.place).row(shape_of(leaf.image), words)
         rows: list[Any] = [None] * len(leaves)
         for (place, shape), mine in groups.items():
             lowered = self._lowered(place)
@@ -368,9 +450,10 @@ class Feed:
 
     def _fill(self, indices: Sequence[int]) -> None:
         if self.store is not None:
-            before = torch.get_rng_state()
+            before = states(self._own)
             samples = [self._sample(index) for index in indices]
-            if not torch.equal(before, torch.get_rng_state()):
+            if not same_states(before, states(self._own)):
+                put_back(before)
                 raise Unknown("fetching a sample draws random numbers")
             self.store.put(indices, samples)
 
@@ -378,7 +461,12 @@ class Feed:
         """Fetch one of the kept samples again: data may change."""
         if self.store is not None and (self._batches <= WATCHED_CLOSELY or self._batches % 8 == 0):
             index = indices[self._batches % len(indices)]
-            if not self.store.holds(index, self._sample(index)):
+            before = states(self._own)
+            sample = self._sample(index)
+            if not same_states(before, states(self._own)):
+                put_back(before)
+                self._keep_nothing("samples are no longer kept: fetching one of them draws random numbers now")
+            elif not self.store.holds(index, sample):
                 self._keep_nothing("samples are no longer kept: one of them has changed")
 
     def _gathered(self, store: Store, rows: Tensor) -> Any:
@@ -409,6 +497,9 @@ class Feed:
     def _keep_nothing(self, why: str) -> None:
         self._close_store()
         self.keep, self.keeps_nothing = None, why
+        if self._twin is not None:
+            self._twin.carry_over()
+            self._twin = self._make_twin()
         self._say("keep", why)
 
     def _refuse(self, why: str) -> None:
@@ -428,27 +519,40 @@ class Feed:
             listener(sentence)
 
 
-class InWorkerOrder:
-    """A feed in the data set's place whose random numbers are those that loader workers would have drawn."""
+class Source:
+    """A feed in the data set's place; to everybody but torch's fetcher it is the data set.
 
-    def __init__(self, feed: Feed, workers: int, base_seed: int) -> None:
-        self._feed = feed
-        self._streams = WorkerStreams(workers, base_seed)
+    With streams, the random numbers are those that loader workers would have drawn.
+    """
+
+    def __init__(self, feed: Feed, streams: WorkerStreams | None) -> None:
+        vars(self).update(_feed=feed, _streams=streams)
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
-        with self._streams.batch():
+        with self._streams.batch() if self._streams is not None else nullcontext():
             return self._feed.__getitems__(indices)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._feed.dataset)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Source, (self._feed, self._streams)
+
     def __len__(self) -> int:
-        return len(self._feed)
+        return len(self._feed.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._feed[index]
+        return self._feed.dataset[index]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # get_worker_info().dataset, in a worker's init function
         if name.startswith("__") or "_feed" not in vars(self):
             raise AttributeError(name)
-        return getattr(self._feed, name)
+        return getattr(self._feed.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        dataset = self._feed.dataset
+        type(dataset).__setattr__(dataset, name, value)  # type: ignore[call-arg]
 
 
 def _finished(lowered: Lowered, images: Tensor, numbers: Sequence[Any]) -> Any:
@@ -458,9 +562,11 @@ def _finished(lowered: Lowered, images: Tensor, numbers: Sequence[Any]) -> Any:
 
 def _after(lowered: Lowered, batch: Tensor) -> Any:
     """What stays with the single sample, behind the operations."""
-    rows = list(batch.unbind())
+    rows, before = list(batch.unbind()), states()
     for step in lowered.tail:
         rows = [step(row) for row in rows]
+    if not same_states(before, states()):
+        raise Unknown("a transform behind what was done to the batch draws random numbers")
     return default_collate(rows)
 
 
@@ -493,13 +599,19 @@ def _leaves(sample: Any) -> list[Leaf]:
     return [value for value in values_of(sample) if isinstance(value, Leaf)]
 
 
-def _shape(image: Any) -> tuple[int, ...]:
-    """[C, H, W] of an image of a known form, without touching its pixels."""
-    if isinstance(image, Tensor):
-        return tuple(image.shape)
-    if hasattr(image, "getbands"):
-        return len(image.getbands()), image.height, image.width
-    return (1, *image.shape) if image.ndim == 2 else (image.shape[2], *image.shape[:2])
+def _images_of(dataset: Any, index: int, place: int) -> tuple[list[Any], list[weakref.ref[Leaf]]]:
+    """What entered the pipeline of a place for one sample, and whether somebody keeps what came out of it."""
+    leaves = _leaves(dataset[index])
+    return [copied(leaf.image) for leaf in leaves if leaf.place == place], [weakref.ref(leaf) for leaf in leaves]
+
+
+def _containers(transform: Any) -> list[Any]:
+    """What holds the steps of nested Compose and Sequential, each by itself."""
+    if type(transform) is torch.nn.Sequential:
+        return [vars(transform)["_modules"], *(found for inner in transform for found in _containers(inner))]
+    if name_of(transform) in CONTAINERS:
+        return [vars(transform), transform.transforms, *(found for inner in transform.transforms for found in _containers(inner))]
+    return []
 
 
 def different(plain: Any, other: Any, apart: float) -> str:

@@ -18,9 +18,11 @@ from flatout.pipeline import affine, choose, color, erase, readers, resample, to
 from flatout.pipeline.draws import Numbers, Words, columns, understood
 from flatout.pipeline.operation import Form, Operation, Shape, Unknown
 from flatout.pipeline.operations import joined
+from flatout.pipeline.streams import same_states, states
 
 CONTAINERS = ("v1.Compose", "v2.Compose")
 PIL_MODES = ("L", "RGB", "RGBA")
+LARGE = Shape(3, 2**14, 2**14)  # whatever draws only where there is room draws here
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Lowered:
     @property
     def head(self) -> tuple[Any, ...]:
         return self.steps[:self.start]
+
+    @property
+    def draws(self) -> bool:
+        """Whether its operations take random numbers."""
+        return any(operation.draws(LARGE) != () for operation in self.operations)
 
     @property
     def apart(self) -> float:
@@ -138,10 +145,10 @@ def lower(transform: Any, images: Sequence[Any], light: bool = False) -> Lowered
     steps = flat(transform)
     seen, drawing = [_describe(images)], []
     for step in steps:
-        before = torch.get_rng_state()
+        before = states()
         images = [step(image) for image in images]
         seen.append(_describe(images))
-        drawing.append(not torch.equal(before, torch.get_rng_state()))
+        drawing.append(not same_states(before, states()))
     best: Lowered | None = None
     reasons: dict[str, None] = {}
     for start in range(len(steps)):
@@ -188,7 +195,7 @@ def deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
             operations = read(step, form) if form else None
         except Unknown:
             return at
-        if operations is None or any(operation.draws(Shape(3, 2**14, 2**14)) != () for operation in operations):
+        if operations is None or any(operation.draws(LARGE) != () for operation in operations):
             return at
         images = [step(image) for image in images]
     return len(steps)
@@ -196,7 +203,7 @@ def deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
 
 def _describe(images: Sequence[Any]) -> tuple[Form | None, bool]:
     """The form that all of them have, and whether they are of one shape."""
-    forms, shapes = {form_of(image) for image in images}, {tuple(bytes_of(image).shape) if form_of(image) else None for image in images}
+    forms, shapes = {form_of(image) for image in images}, {shape_of(image) if form_of(image) else None for image in images}
     return (forms.pop() if len(forms) == 1 else None), len(shapes) == 1
 
 
@@ -213,9 +220,28 @@ def form_of(image: Any) -> Form | None:
     return None
 
 
-def bytes_of(image: Any) -> Tensor:
-    """An image of a known form as a tensor [C, H, W]."""
-    return stack([image])[0]
+def shape_of(image: Any) -> Shape:
+    """Of an image of a known form, without touching its pixels."""
+    if isinstance(image, Tensor):
+        return Shape(*image.shape)
+    if hasattr(image, "getbands"):
+        return Shape(len(image.getbands()), image.height, image.width)
+    return Shape(1, *image.shape) if image.ndim == 2 else Shape(image.shape[2], *image.shape[:2])
+
+
+def copied(image: Any) -> Any:
+    """The same image in memory of its own; what is no image is answered as it is."""
+    if isinstance(image, Tensor):
+        return image.clone()
+    return image.copy() if hasattr(image, "getbands") or type(image).__name__ == "ndarray" else image
+
+
+def same_pixels(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return bool(torch.equal(torch.nan_to_num(a.as_subclass(Tensor)), torch.nan_to_num(b.as_subclass(Tensor))))
+    if hasattr(a, "getbands"):
+        return bool(a.tobytes() == b.tobytes())
+    return bool(a.tobytes() == b.tobytes()) if type(a).__name__ == "ndarray" else True
 
 
 def stack(images: Sequence[Any]) -> Tensor:

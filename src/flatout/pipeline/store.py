@@ -218,7 +218,9 @@ class Store:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal in dtype, shape and every byte; NaN equals itself."""
+    """Equal in dtype, shape and every byte: NaN equals itself, and zero is not minus zero."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a, b) or torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))

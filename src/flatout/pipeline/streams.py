@@ -1,69 +1,166 @@
-"""The random generators of a process: torch's on the CPU, numpy's and Python's, put aside and put back."""
+"""The random generators that samples may be drawn from, put aside and put back: torch's on the CPU, numpy's, Python's, a data set's own."""
 
 from __future__ import annotations
 
+import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 
+DEEPEST = 6
+MANY = 64  # what lies in longer lists is data
+MOST = 4096  # objects that are looked at
 
-def states() -> tuple[Any, Any, Any]:
+
+def states(own: Sequence[Any] = ()) -> tuple[Any, Any, Any, list[tuple[Any, Any]]]:
+    """Where the generators of the process stand, and these of a data set's `own_generators`."""
     numpy: Any = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+    kept = [(generator, _state_of(generator)) for generator in own]
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None, kept
 
 
-def put_back(kept: tuple[Any, Any, Any]) -> None:
+def put_back(kept: tuple[Any, Any, Any, list[tuple[Any, Any]]]) -> None:
     torch.set_rng_state(kept[0])
     random.setstate(kept[1])
     if kept[2] is not None:
         sys.modules["numpy"].random.set_state(kept[2])
+    for generator, state in kept[3]:
+        _set_state_of(generator, state)
 
 
-def same_states(a: tuple[Any, Any, Any], b: tuple[Any, Any, Any]) -> bool:
+def same_states(a: tuple[Any, Any, Any, list[tuple[Any, Any]]], b: tuple[Any, Any, Any, list[tuple[Any, Any]]]) -> bool:
     if not torch.equal(a[0], b[0]) or a[1] != b[1] or (a[2] is None) != (b[2] is None):
         return False
-    return a[2] is None or (a[2][2:] == b[2][2:] and bool((a[2][1] == b[2][1]).all()))
+    return (a[2] is None or _same(a[2], b[2])) and _same([state for _, state in a[3]], [state for _, state in b[3]])
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return bool((a == b).all()) if hasattr(a, "all") else bool(a == b)
 
 
 @contextmanager
-def untouched() -> Iterator[None]:
+def untouched(own: Sequence[Any] = ()) -> Iterator[None]:
     """Whatever is drawn inside, the program's random numbers go on as if nothing had been."""
-    kept = states()
+    kept = states(own)
     try:
         yield
     finally:
         put_back(kept)
 
 
+def own_generators(thing: Any) -> list[Any]:
+    """Generators that a data set holds itself, that its transforms hold, or that their code names in its module."""
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+
+    def look(value: Any, depth: int) -> None:
+        if id(value) in seen or depth > DEEPEST or len(seen) > MOST:
+            return
+        seen.add(id(value))
+        if _is_generator(value):
+            found[id(value)] = value
+        elif isinstance(value, FunctionType):
+            look_at_code(value, depth)
+        elif isinstance(value, (list, tuple, set)):
+            for part in list(value)[:MANY]:
+                look(part, depth + 1)
+        elif isinstance(value, dict):
+            for part in list(value.values())[:MANY]:
+                look(part, depth + 1)
+        elif hasattr(value, "__func__"):
+            look(value.__func__, depth)
+            look(value.__self__, depth + 1)
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.Tensor)) and type(value).__module__ != "builtins":
+            for part in list(vars(value).values()):
+                look(part, depth + 1)
+            for kind in type(value).__mro__:
+                if kind.__module__.split(".")[0] not in ("builtins", "torch", "torchvision", "numpy", "PIL", "typing"):
+                    for part in list(vars(kind).values()):
+                        look(getattr(part, "fget", None) or getattr(part, "__func__", part), depth + 1)
+
+    def look_at_code(function: Any, depth: int) -> None:
+        for cell in function.__closure__ or ():
+            try:
+                look(cell.cell_contents, depth + 1)
+            except ValueError:  # not filled yet
+                pass
+        for name in function.__code__.co_names:
+            part = function.__globals__.get(name)
+            if _is_generator(part) or isinstance(part, FunctionType):
+                look(part, depth + 1)
+
+    look(thing, 0)
+    return list(found.values())
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, (torch.Generator, random.Random)):
+        return getattr(value, "device", torch.device("cpu")).type == "cpu" and not isinstance(value, random.SystemRandom)
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+
+
+def _set_state_of(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
 class WorkerStreams:
     """The generators that loader workers would have in one epoch: worker k draws batches k, k + n, k + 2 n, ...
 
     Worker k seeds torch and ``random`` with the epoch's base seed plus k, and numpy with what torch's own worker makes of the two
-    (torch/utils/data/_utils/worker.py). Used by fewer workers, or by none, each of which makes every batch of the streams it has.
+    (torch/utils/data/_utils/worker.py); a generator of the data set's own it has as a copy of what it was when the epoch began.
+    Used by fewer workers, or by none, each of which makes every batch of the streams it has.
     """
 
-    def __init__(self, workers: int, base_seed: int) -> None:
+    def __init__(self, workers: int, base_seed: int, dataset: Any) -> None:
         self.workers = workers
+        self._dataset = dataset
         self._batch: int | None = None
-        with untouched():
-            self._states = [_seeded(base_seed, worker) for worker in range(workers)]
+        self._seeded = [_seeded(base_seed, worker) for worker in range(workers)]
+        self._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_own": [], "_states": []}
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._own = own_generators(self._dataset)
+        self._states = [(*seeded, states(self._own)[3]) for seeded in self._seeded]
 
     @contextmanager
     def batch(self) -> Iterator[None]:
         """For the next batch the process draws from the generators of the worker whose turn it is."""
         here = torch.utils.data.get_worker_info()
+        if self._process != os.getpid():
+            self._begin()
         if self._batch is None:
             self._batch = here.id if here is not None else 0
-        own, worker = states(), self._batch % self.workers
+        own, worker = states(self._own), self._batch % self.workers
         put_back(self._states[worker])
         try:
             yield
         finally:
-            self._states[worker] = states()
+            self._states[worker] = states(self._own)
             put_back(own)
             self._batch += here.num_workers if here is not None else 1
 
@@ -79,9 +176,18 @@ def seeds_itself(loader: Any) -> bool:
 
 
 def has_own_order(sampler: Any, batch_sampler: Any) -> bool:
-    """Whether an order of samples comes from the script's own code: it may depend on what was trained meanwhile."""
+    """Whether an order of samples comes from the script's own code, or is drawn little by little from a generator of the script's:
+    what is drawn meanwhile may depend on it, or it on what was trained."""
     plain = (type(None), list, tuple, range)
-    return any(type(each) not in plain and not type(each).__module__.startswith("torch.utils.data.") for each in (sampler, batch_sampler))
+    return any((type(each) not in plain and not type(each).__module__.startswith("torch.utils.data.")) or _draws_as_it_goes(each)
+               for each in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)))
+
+
+def _draws_as_it_goes(sampler: Any) -> bool:
+    """A RandomSampler with replacement, or of more samples than there are, asks a generator that it was given again and again."""
+    if type(sampler) is not torch.utils.data.RandomSampler or sampler.generator is None:
+        return False
+    return bool(sampler.replacement or sampler.num_samples > len(sampler.data_source))
 
 
 def without_workers(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -91,10 +197,10 @@ def without_workers(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seeded(base_seed: int, worker: int) -> tuple[Any, Any, Any]:
+    """The states of torch, ``random`` and numpy, made beside the process's own: seeding those would seed every device as well."""
     from torch.utils.data._utils.worker import _generate_state
 
-    random.seed(base_seed + worker)
-    torch.manual_seed(base_seed + worker)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(_generate_state(base_seed, worker))
-    return states()
+    numpy: Any = sys.modules.get("numpy")
+    of_torch = torch.Generator().manual_seed(base_seed + worker).get_state()
+    of_numpy = numpy.random.RandomState(_generate_state(base_seed, worker)).get_state() if numpy else None
+    return of_torch, random.Random(base_seed + worker).getstate(), of_numpy

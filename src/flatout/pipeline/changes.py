@@ -1,0 +1,140 @@
+"""Notices that the script changes its data or its transforms, where samples are kept or transforms have been read.
+
+Attributes are compared by identity, tensors by the count of their changes; lists, dictionaries and arrays by their contents: small
+ones before every batch, large ones when an epoch begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset
+
+SMALL = 8192  # entries of a list that are compared before every batch
+SMALL_BYTES = 2**18
+LARGEST_BYTES = 2**32  # of what is read through when an epoch begins
+DEEPEST = 6
+
+
+class Parameters:
+    """The attributes of transforms, with those of the transforms and lists in them; of containers only what lies directly in them."""
+
+    def __init__(self, transforms: Iterable[Any], containers: Iterable[Any] = ()) -> None:
+        self._held: dict[int, tuple[Any, Any]] = {id(each): (each, each.copy()) for each in containers}
+        for transform in transforms:
+            self._look(transform, 0)
+
+    def _look(self, thing: Any, depth: int) -> None:
+        holder = thing if type(thing) in (list, dict) else getattr(thing, "__dict__", None) if not isinstance(thing, (type, Tensor)) else None
+        if holder is None or id(holder) in self._held or depth > DEEPEST:
+            return
+        self._held[id(holder)] = holder, holder.copy()
+        for part in holder.values() if isinstance(holder, dict) else holder:
+            self._look(part, depth + 1)
+
+    def changed(self) -> bool:
+        return not all(_alike(now, then) for now, then in self._held.values())
+
+
+def _alike(now: Any, then: Any) -> bool:
+    """The same keys and the very same values."""
+    if len(now) != len(then):
+        return False
+    if isinstance(now, dict):
+        return all(name in now and now[name] is value for name, value in then.items())
+    return all(a is b for a, b in zip(now, then, strict=True))
+
+
+class Contents:
+    """The attributes of a data set and of those in it, and what lies in the lists, dictionaries, tensors and arrays that they hold."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._left_bytes = LARGEST_BYTES
+        self._large = [(thing, self._digest(thing)) for thing in _held_by(dataset) if not _is_small(thing)]
+        self.remember()
+
+    def remember(self) -> None:
+        """What is small, and the attributes, should stay as they are now."""
+        self._left_bytes = LARGEST_BYTES
+        self._attributes = [(held, held.copy()) for held in _attributes_of(self._dataset)]
+        self._small = [(thing, self._digest(thing)) for thing in _held_by(self._dataset) if _is_small(thing)]
+
+    def changed(self, thoroughly: bool = False) -> bool:
+        self._left_bytes = LARGEST_BYTES
+        if not all(_alike(now, then) for now, then in self._attributes):
+            return True
+        return not all(_equal(self._digest(thing), then) for thing, then in (*self._small, *(self._large if thoroughly else ())))
+
+    def _digest(self, thing: Any) -> Any:
+        if isinstance(thing, Tensor):
+            return thing._version, thing.data_ptr(), *(self._sums(thing.detach().contiguous()) if thing.device.type == "cpu" else ())
+        if isinstance(thing, (list, dict)):
+            first = next(iter(thing.values() if isinstance(thing, dict) else thing), None)
+            if isinstance(first, Tensor):
+                parts = thing.values() if isinstance(thing, dict) else thing
+                return thing.copy(), [part._version if isinstance(part, Tensor) else 0 for part in parts]
+            if type(first) in (list, dict):
+                parts = thing.values() if isinstance(thing, dict) else thing
+                return thing.copy(), [part.copy() if type(part) in (list, dict) else part for part in parts]
+            return (thing.copy(),)
+        import numpy
+
+        if thing.dtype.hasobject:
+            return (thing.tolist(),)
+        return (thing.ctypes.data, *self._sums(torch.from_numpy(numpy.ascontiguousarray(thing).reshape(-1).view(numpy.uint8))))
+
+    def _sums(self, tensor: Tensor) -> tuple[Any, ...]:
+        """The sum of each few kilobytes."""
+        size = tensor.numel() * tensor.element_size()
+        if size > self._left_bytes or tensor.layout != torch.strided or tensor.is_quantized:
+            return ()
+        self._left_bytes -= size
+        octets = tensor.reshape(-1).view(torch.uint8)
+        whole = len(octets) // 2048 * 2048
+        odd = octets[whole:].tolist()
+        if octets.storage_offset() % 8:
+            return octets[:whole].view(-1, 2048).sum(1).tolist(), odd
+        return octets[:whole].view(torch.int64).view(-1, 256).sum(1).tolist(), odd
+
+
+def _attributes_of(dataset: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """The dictionary of attributes of a data set, and of each data set in it."""
+    held = getattr(dataset, "__dict__", None)
+    if held is None or depth > DEEPEST:
+        return
+    yield held
+    for name, value in held.items():
+        for inner in value if isinstance(dataset, ConcatDataset) and name == "datasets" else (value,):
+            if isinstance(inner, Dataset):
+                yield from _attributes_of(inner, depth + 1)
+
+
+def _held_by(dataset: Any) -> Iterator[Any]:
+    if isinstance(dataset, (list, dict)):
+        yield dataset
+    for held in _attributes_of(dataset):
+        for value in held.values():
+            for part in value[:64] if type(value) is tuple else (value,):
+                if type(part) in (list, dict) or isinstance(part, Tensor) or _is_array(part):
+                    yield part
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"  # a file that is mapped is not read through
+
+
+def _is_small(thing: Any) -> bool:
+    if isinstance(thing, (list, dict)):
+        return len(thing) <= SMALL
+    return (thing.numel() * thing.element_size() if isinstance(thing, Tensor) else thing.nbytes) <= SMALL_BYTES
+
+
+def _equal(now: Any, then: Any) -> bool:
+    try:
+        return bool(now == then)
+    except Exception:  # parts that cannot be compared were replaced
+        return False
