@@ -96,22 +96,23 @@ def lowered(operations: Sequence[Operation], images: Tensor, seed: int) -> tuple
 
 @pytest.fixture
 def same():
-    """Holds a transform against its operations: values (bit for bit, or within what they declare) and the generator's end."""
+    """Holds a transform against its operations: values (bit for bit, or within what they declare, ``most`` at most) and the generator's end."""
 
     def check(transform: Any, name: str, size: tuple[int, int] = (33, 47), count: int = 9, seeds: Sequence[int] = (1, 2), most: float = 0.0) -> Tensor:
         found = read(transform, FORMS[name])
         operations = [found] if isinstance(found, Operation) else list(found)
-        assert sum(operation.apart for operation in operations) <= most
+        declared = sum(operation.apart for operation in operations)
+        assert declared <= most
         for seed in seeds:
             images = pictures(name, *size, count, seed)
             wanted, wanted_state = plain(transform, as_items(name, images), seed)
-            for layout in (torch.contiguous_format, torch.channels_last):
-                got, state = lowered(operations, images.contiguous(memory_format=layout), seed)
-                assert got.dtype == wanted.dtype
-                assert got.shape == wanted.shape
-                off = (got.double() - wanted.double()).abs().amax().item() / (1 if got.is_floating_point() else 255)
-                assert off <= most, f"{transform} on {name} {size}, seed {seed}: {off * 255} / 255 apart"
-                assert torch.equal(state, wanted_state), f"{transform} leaves the generator elsewhere"
+            layout = torch.channels_last if seed % 2 else torch.contiguous_format  # as images of PIL lie, and as tensors do
+            got, state = lowered(operations, images.contiguous(memory_format=layout), seed)
+            assert got.dtype == wanted.dtype
+            assert got.shape == wanted.shape
+            off = (got.double() - wanted.double()).abs().amax().item() / (1 if got.is_floating_point() else 255)
+            assert off <= declared, f"{transform} on {name} {size}, seed {seed}: {off * 255} / 255 apart"
+            assert torch.equal(state, wanted_state), f"{transform} leaves the generator elsewhere"
         return got
 
     return check

@@ -13,8 +13,9 @@ from torchvision.transforms import InterpolationMode as Mode
 from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 
+from flatout.pipeline.draws import Words
 from flatout.pipeline.operation import Form, Shape, Unknown
-from flatout.pipeline.resample import READERS
+from flatout.pipeline.resample import READERS, areas
 
 FAMILIES = pytest.mark.parametrize("family", [v1, v2])
 OF_TENSORS = [Mode.NEAREST, Mode.NEAREST_EXACT, Mode.BILINEAR, Mode.BICUBIC]
@@ -72,6 +73,17 @@ CROPS = [
 @pytest.mark.parametrize("count", [1, 20])
 def test_crops(same, family, name, arguments, size, count):
     same(family.RandomResizedCrop(**arguments), name, size, count=count)
+
+
+def test_areas_and_aspects_are_torchs():
+    """A box hides most of a last bit; the numbers it is made from do not."""
+    low, high = torch.log(torch.tensor((0.3, 3.3)))
+    with Words(torch.Generator().manual_seed(5)) as words:
+        drawn = [pair for _ in range(50) for pair in areas(words, (0.02, 0.33), (0.3, 3.3), 1024)]
+    make = torch.Generator().manual_seed(5)
+    for area, aspect in drawn:
+        assert area == 1024 * torch.empty(1).uniform_(0.02, 0.33, generator=make).item()
+        assert aspect == torch.exp(torch.empty(1).uniform_(low, high, generator=make)).item()
 
 
 def test_a_batch_in_parts(same):
