@@ -26,11 +26,11 @@ WAYS = [(name, mode) for name in PIL for mode in Mode] + [(name, mode) for name 
 
 @FAMILIES
 @pytest.mark.parametrize(("name", "mode"), WAYS)
-@pytest.mark.parametrize("size", [(20, 30), (33, 90), (70, 47), 33, (1, 1)], ids=str)
+@pytest.mark.parametrize("size", [(20, 60), (33, 90), (70, 47), (1, 1)], ids=str)
 def test_resize(same, family, name, mode, size):
     if size == (1, 1) and family is v2 and "bytes" in name:
         pytest.skip("torch 2.14 fails an assertion of its own on some images of bytes that become a single pixel")
-    same(family.Resize(size, interpolation=mode), name, count=3, seeds=(1,))
+    same(family.Resize(size, interpolation=mode), name, count=2, seeds=(1,))
 
 
 @FAMILIES
@@ -70,9 +70,13 @@ CROPS = [
 @pytest.mark.parametrize("name", ["pil-rgb", "bytes"])
 @pytest.mark.parametrize("arguments", CROPS, ids=str)
 @pytest.mark.parametrize("size", [(32, 32), (7, 5), (33, 47)], ids=str)
-@pytest.mark.parametrize("count", [1, 20])
-def test_crops(same, family, name, arguments, size, count):
-    same(family.RandomResizedCrop(**arguments), name, size, count=count)
+def test_crops(same, family, name, arguments, size):
+    same(family.RandomResizedCrop(**arguments), name, size, count=15)
+
+
+@pytest.mark.parametrize("name", ["pil-rgb", "bytes"])
+def test_one_crop(same, name):
+    same(v2.RandomResizedCrop(20), name, count=1)
 
 
 def test_areas_and_aspects_are_torchs():

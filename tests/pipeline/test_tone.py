@@ -37,7 +37,7 @@ MADE = {
 @pytest.mark.parametrize("family", [v1, v2])
 @pytest.mark.parametrize(("made", "name"), [(made, name) for made, (_, names) in MADE.items() for name in names])
 def test_tone(same, family, made, name):
-    same(MADE[made][0](family), name)
+    same(MADE[made][0](family), name, (17, 23))
 
 
 @pytest.mark.parametrize("family", [v1, v2])
