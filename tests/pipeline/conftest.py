@@ -17,7 +17,6 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from flatout.pipeline import affine, choose, color, erase, resample, tone
-from flatout.pipeline.choose import drawn, numbers_of
 from flatout.pipeline.draws import Words, columns
 from flatout.pipeline.operation import Form, Operation, Shape
 
@@ -80,8 +79,8 @@ def lowered(operations: Sequence[Operation], images: Tensor, seed: int) -> tuple
     numbers: list[Any]
     if any(each is None for each in kinds):
         with Words() as words:
-            rows = [[drawn(operation, shape, words) for operation, shape in zip(operations, shapes, strict=False)] for _ in images]
-        numbers = [numbers_of(operation, shapes[at], [row[at] for row in rows]) for at, operation in enumerate(operations)]
+            rows = [[operation.drawn(shape, words) for operation, shape in zip(operations, shapes, strict=False)] for _ in images]
+        numbers = [operation.together(shapes[at], [row[at] for row in rows]) for at, operation in enumerate(operations)]
     else:
         left = iter(columns([kind for each in kinds for kind in each], len(images)))
         numbers = [[next(left) for _ in each] for each in kinds]

@@ -20,21 +20,6 @@ from flatout.pipeline.operation import Form, Operation, Reader, Shape, Unknown
 Way = tuple[Operation, ...]
 
 
-def drawn(operation: Operation, shape: Shape, words: Numbers) -> Any:
-    """The numbers of one image, whether they are listed or not."""
-    kinds = operation.draws(shape)
-    return operation.row(shape, words) if kinds is None else tuple(words.draw(kind) for kind in kinds)
-
-
-def numbers_of(operation: Operation, shape: Shape, rows: Sequence[Any]) -> Sequence[Any]:
-    """What `drawn` answered for each image, as the operation wants it: columns where its draws are listed."""
-    kinds = operation.draws(shape)
-    if kinds is None:
-        return rows
-    dtypes = [torch.float32 if isinstance(kind, Uniform) else torch.int64 for kind in kinds]
-    return [torch.tensor([row[at] for row in rows], dtype=dtype) for at, dtype in enumerate(dtypes)]
-
-
 def _along(way: Way, shape: Shape) -> list[tuple[Operation, Shape]]:
     """Each operation with the shape that it meets. Raises Unknown where the last one leaves another than the first one met."""
     met, at = [], shape
@@ -47,7 +32,7 @@ def _along(way: Way, shape: Shape) -> list[tuple[Operation, Shape]]:
 
 
 def _drawn_along(way: Way, shape: Shape, words: Numbers) -> tuple[Any, ...]:
-    return tuple(drawn(operation, met, words) for operation, met in _along(way, shape))
+    return tuple(operation.drawn(met, words) for operation, met in _along(way, shape))
 
 
 def _put_through(way: Way, images: Tensor, rows: list[int], numbers: Sequence[tuple[Any, ...]], done: Tensor) -> None:
@@ -56,7 +41,7 @@ def _put_through(way: Way, images: Tensor, rows: list[int], numbers: Sequence[tu
         return
     part = images[rows]
     for at, (operation, met) in enumerate(_along(way, Shape(*images.shape[1:]))):
-        part = operation(part, numbers_of(operation, met, [each[at] for each in numbers]))
+        part = operation(part, operation.together(met, [each[at] for each in numbers]))
     done[rows] = part
 
 

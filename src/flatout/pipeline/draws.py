@@ -32,9 +32,12 @@ class Uniform:
     high: float = 1.0
 
     def of(self, words: Tensor) -> Tensor:
-        """float32, one a word. The kernel multiplies and adds with a single rounding, which float64 leaves to the last step."""
+        """float32, one a word. The kernel multiplies and adds with a single rounding, which float64 leaves to the last step; what that
+        rounds up to ``high`` it turns into ``low``.
+        """
         low, high = c_float(self.low).value, c_float(self.high).value
-        return ((words & 0xFFFFFF).double() * 2.0**-24 * c_float(high - low).value + low).float()
+        found = ((words & 0xFFFFFF).double() * 2.0**-24 * c_float(high - low).value + low).float()
+        return found.masked_fill_(found >= high, low) if high > low else found
 
     def draw(self, generator: torch.Generator) -> Tensor:
         return torch.empty(1).uniform_(self.low, self.high, generator=generator)
@@ -130,7 +133,8 @@ class Words(Numbers):
 
     def uniform(self, low: float, high: float) -> float:
         low, high = c_float(low).value, c_float(high).value
-        return c_float(self.rand() * c_float(high - low).value + low).value
+        found = c_float(self.rand() * c_float(high - low).value + low).value
+        return low if found >= high > low else found
 
     def randint(self, low: int, high: int) -> int:
         return low + self._word() % (high - low)
@@ -167,7 +171,7 @@ class Words(Numbers):
 @cache
 def understood() -> bool:
     """Whether this torch draws as it is written above: 64 numbers of each kind, and where the generator ends."""
-    kinds = (Uniform(), Uniform(-0.3, 1.7), Uniform(math.log(0.75), math.log(4 / 3)), Integer(9), Integer(2**20 + 7))
+    kinds = (Uniform(), Uniform(-0.3, 1.7), Uniform(1.0, 1.0001), Uniform(math.log(0.75), math.log(4 / 3)), Integer(9), Integer(2**20 + 7))
     bulk, single, read = (torch.Generator().manual_seed(1301) for _ in range(3))
     together = columns(kinds, 64, bulk)
     one_by_one = [[kind.draw(single) for kind in kinds] for _ in range(64)]

@@ -61,8 +61,7 @@ class Lowered:
         """The numbers of one image, an entry for each operation."""
         found: list[Any] = []
         for operation in self.operations:
-            kinds = operation.draws(shape)
-            found.append(operation.row(shape, words) if kinds is None else [words.draw(kind) for kind in kinds])
+            found.append(operation.drawn(shape, words))
             shape = operation.shape(shape)
         return found
 
@@ -83,8 +82,7 @@ class Lowered:
         """Rows of numbers as the operations want them: columns, but for those whose count is not known before."""
         found: list[Sequence[Any]] = []
         for at, operation in enumerate(self.operations):
-            mine = [row[at] for row in rows]
-            found.append(mine if operation.draws(shape) is None else [torch.tensor(column) for column in zip(*mine, strict=True)])
+            found.append(operation.together(shape, [row[at] for row in rows]))
             shape = operation.shape(shape)
         return found
 

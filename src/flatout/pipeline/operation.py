@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatout.pipeline.draws import Draw, Numbers
+from flatout.pipeline.draws import Draw, Numbers, Uniform
 
 
 class Shape(NamedTuple):
@@ -54,15 +54,28 @@ class Operation:
         """The numbers of one image of this shape, drawn in torchvision's order."""
         raise NotImplementedError
 
+    def drawn(self, shape: Shape, words: Numbers) -> Any:
+        """The numbers of one image, whether they are listed or not."""
+        kinds = self.draws(shape)
+        return self.row(shape, words) if kinds is None else tuple(words.draw(kind) for kind in kinds)
+
+    def together(self, shape: Shape, rows: Sequence[Any]) -> Sequence[Any]:
+        """What `drawn` answered for each image, as a call wants it: columns where the draws are listed."""
+        kinds = self.draws(shape)
+        if kinds is None:
+            return rows
+        dtypes = [torch.float32 if isinstance(kind, Uniform) else torch.int64 for kind in kinds]
+        return [torch.tensor([row[at] for row in rows], dtype=dtype) for at, dtype in enumerate(dtypes)]
+
     def shape(self, shape: Shape) -> Shape:
-        """Of what comes out. Raises ValueError where torchvision would refuse the image."""
+        """Of what comes out. Raises ValueError where torchvision would refuse the image, Unknown where images would differ in shape."""
         return shape
 
     def form(self, form: Form) -> Form:
         return form
 
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
-        """images [B, C, H, W] of any strides; never changed in place."""
+        """images [B, C, H, W] of any strides; never changed in place. The answer may share memory, with them or in itself."""
         raise NotImplementedError
 
 
