@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset
 
-SMALL = 8192  # entries of a list that are compared before every batch
-SMALL_BYTES = 2**18
+SMALL = 2048  # entries of a list that are compared before every batch
+SMALL_BYTES = 2**16
 LARGEST_BYTES = 2**32  # of what is read through when an epoch begins
 DEEPEST = 6
 
@@ -23,7 +23,8 @@ class Parameters:
     """The attributes of transforms, with those of the transforms and lists in them; of containers only what lies directly in them."""
 
     def __init__(self, transforms: Iterable[Any], containers: Iterable[Any] = ()) -> None:
-        self._held: dict[int, tuple[Any, Any]] = {id(each): (each, each.copy()) for each in containers}
+        self._held: dict[int, tuple[Any, list[Any]]] = {id(each): (each, _members(each)) for each in containers}
+        self._alive: list[Any] = [each.copy() for each in containers]  # so that no identity is given away again
         for transform in transforms:
             self._look(transform, 0)
 
@@ -31,21 +32,18 @@ class Parameters:
         holder = thing if type(thing) in (list, dict) else getattr(thing, "__dict__", None) if not isinstance(thing, (type, Tensor)) else None
         if holder is None or id(holder) in self._held or depth > DEEPEST:
             return
-        self._held[id(holder)] = holder, holder.copy()
+        self._held[id(holder)] = holder, _members(holder)
+        self._alive.append(holder.copy())
         for part in holder.values() if isinstance(holder, dict) else holder:
             self._look(part, depth + 1)
 
     def changed(self) -> bool:
-        return not all(_alike(now, then) for now, then in self._held.values())
+        return any(_members(now) != then for now, then in self._held.values())
 
 
-def _alike(now: Any, then: Any) -> bool:
-    """The same keys and the very same values."""
-    if len(now) != len(then):
-        return False
-    if isinstance(now, dict):
-        return all(name in now and now[name] is value for name, value in then.items())
-    return all(a is b for a, b in zip(now, then, strict=True))
+def _members(holder: Any) -> list[Any]:
+    """What tells whether a list or dictionary still holds the very same values under the same keys."""
+    return [*holder, *map(id, holder.values())] if isinstance(holder, dict) else [*map(id, holder)]
 
 
 class Contents:
@@ -60,12 +58,12 @@ class Contents:
     def remember(self) -> None:
         """What is small, and the attributes, should stay as they are now."""
         self._left_bytes = LARGEST_BYTES
-        self._attributes = [(held, held.copy()) for held in _attributes_of(self._dataset)]
+        self._attributes = [(held, _members(held), held.copy()) for held in _attributes_of(self._dataset)]
         self._small = [(thing, self._digest(thing)) for thing in _held_by(self._dataset) if _is_small(thing)]
 
     def changed(self, thoroughly: bool = False) -> bool:
         self._left_bytes = LARGEST_BYTES
-        if not all(_alike(now, then) for now, then in self._attributes):
+        if any(_members(now) != then for now, then, _ in self._attributes):
             return True
         return not all(_equal(self._digest(thing), then) for thing, then in (*self._small, *(self._large if thoroughly else ())))
 

@@ -280,15 +280,22 @@ class Feed:
         if self._checked_by != os.getpid():
             self._checked_by = os.getpid()
             return self._first(indices)
-        before = states(self._own)
+        # Where kept samples are only gathered nothing else can draw than what is done to the batch.
+        before = torch.get_rng_state() if self._gathers else states(self._own)
         try:
             return self._made(indices)
         except Exception as error:  # whatever it is: if it is the data's own fault, the plain way shows it again
             if self._thread and threading.get_ident() != self._thread:
                 raise  # generators are not moved beside the script; it is made again there
-            put_back(before)
+            torch.set_rng_state(before) if isinstance(before, Tensor) else put_back(before)
             self._refuse(str(error) if isinstance(error, (Changed, Unknown)) else f"a batch could not be made ({type(error).__name__}: {error})")
             return self._plain(indices)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether every sample is kept, with nothing left to do for one by itself."""
+        store = self.store
+        return store is not None and store.full and not self._at_once and all(way.kept == way.start for way in self.ways)
 
     def _plain(self, indices: Sequence[Any]) -> Any:
         fetch = getattr(self.dataset, "__getitems__", None)
@@ -346,7 +353,7 @@ class Feed:
             self._watch(indices)
         if at is None or self.store is None:
             batch = self._collated(self._in_order(partial(self._fetched_on, indices)))
-        elif all(way.kept == way.start for way in self.ways) and not self._at_once:
+        elif not self._at_once and all(way.kept == way.start for way in self.ways):
             batch = self._gathered(self.store, at)
         else:
             batch = self._collated(self._in_order(partial(self._gone_on, self.store, at)))
@@ -436,7 +443,7 @@ class Feed:
 
     def _rows(self, indices: Sequence[Any]) -> Tensor | None:
         """The rows of these samples, fetched and kept where they were not yet; None where one of them cannot be."""
-        if self.store is None or not all(isinstance(index, int) and 0 <= index < self.store.rows for index in indices):
+        if self.store is None or {*map(type, indices)} != {int} or min(indices) < 0 or max(indices) >= self.store.rows:
             return None
         rows = torch.tensor(indices)
         missing = rows[~self.store.filled[rows]].unique().tolist()

@@ -144,6 +144,8 @@ class Store:
         self.filled = torch.zeros(self.rows, dtype=torch.bool)
         if shared:
             self.filled.share_memory_()
+        self.length = length
+        self._full = False
 
     def _column(self, cell: Cell, shared: bool, folder: str | None) -> Tensor:
         shape = (self.rows, *cell.shape)
@@ -158,6 +160,12 @@ class Store:
     def has(self, indices: Tensor) -> bool:
         """Whether all of these rows [B] are there."""
         return bool((indices < self.rows).all()) and bool(self.filled[indices].all())
+
+    @property
+    def full(self) -> bool:
+        """Whether every sample is there."""
+        self._full = self._full or (self.rows == self.length and bool(self.filled.all()))
+        return self._full
 
     def put(self, indices: Sequence[int], samples: Sequence[Any]) -> None:
         """Keep samples. Raises Unknown where one of them is not like the first."""
