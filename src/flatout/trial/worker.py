@@ -287,7 +287,9 @@ class Worker(Listener):
             with self.shelter.overlay.looking():
                 self.ranks.tell(command["choices"])
             outcomes = self.applier.switch(choices_of(command["choices"]))
-            reports, self.scene.reports = self.scene.reports, []
+            switched = {choice["name"] for choice in command["choices"]}  # what the others have to say stays for the record
+            reports = [report for report in self.scene.reports if report[0] in switched]
+            self.scene.reports = [report for report in self.scene.reports if report[0] not in switched]
             return {"applied": [o.to_json() for o in outcomes if o.applied], "skipped": [o.to_json() for o in outcomes if not o.applied],
                     "reports": [{"name": name, "reason": sentence} for name, sentence in reports]}
         if do == "options":

@@ -128,9 +128,14 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, A
         return _refuse([c for c in tuned if c.lever.warms_up], f"its warm-up is repaid after {session.payback_steps} steps, beyond the horizon")
     session.speedup = ratio
     for candidate in tuned:
-        candidate.status, candidate.reason = Status.APPLIED, ""
+        candidate.status, candidate.reason = Status.APPLIED, _remarks(candidate, records[0][1])
     session.best.plan = _with_evidence(tuned, ratio, session.key).to_json()
     return True
+
+
+def _remarks(candidate: Candidate, record: TrialRecord) -> str:
+    """What a lever that was applied had to say: which part of the program it left alone, and why."""
+    return "; ".join(dict.fromkeys(left["reason"] for left in record.skipped if left["name"] == candidate.lever.name))
 
 
 def _time_for_another(tuning: Tuning, pairs: list[list[Round]]) -> bool:
