@@ -302,6 +302,24 @@ def same_crop(scene: Any, value: Any, ledger: Any) -> Undo:
     return around_transforms(scene, ledger, change)
 
 
+def kept_too_late(scene: Any, value: Any, ledger: Any) -> Undo:
+    """Samples are kept after chance has had its say: the augmentations of the first epoch come again in every later one."""
+    class Kept:
+        def __init__(self, dataset: Any) -> None:
+            self.dataset, self.samples = dataset, {}
+
+        def __len__(self) -> int:
+            return len(self.dataset)
+
+        def __getitem__(self, index: int) -> Any:
+            if index not in self.samples:
+                self.samples[index] = self.dataset[index]
+            return self.samples[index]
+
+    scene.change_loaders(lambda dataset, arguments: {**arguments, "dataset": Kept(dataset)}, ledger)
+    return ledger.restore
+
+
 # -- the table ------------------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +358,8 @@ GOOD: tuple[Lever, ...] = (
     OF_SHELF["gc_pause"],
     _good("debug_off", True),
     OF_SHELF["loader"],
+    OF_SHELF["cached_prefix"],
+    OF_SHELF["batched_transforms"],
     OF_SHELF["channels_last"],
     _good("autocast", "bfloat16", _runs_in_bf16),
     OF_SHELF["compile"],
@@ -363,6 +383,8 @@ BAD: tuple[Lever, ...] = (
     _bad("compile", with_layer("BatchNorm", "Dropout")),  # batch statistics frozen
     _bad("fused_optimizer", with_optimizer),  # learning rate doubled
     _bad("loader", with_images),  # images brighter
+    _bad("cached_prefix", with_images),  # the neighbour's samples
+    _bad("batched_transforms", with_images),  # images brighter
     # Over the ten gradients of the linear model eight bits are as fine as bfloat16.
     _lever("eight_bit_gradients", ROUNDING, lambda scene, value, ledger: hook_gradients(scene, ledger, eight_bits), with_weights(100)),
     _lever("gradients_twice", ROUNDING, lambda scene, value, ledger: hook_gradients(scene, ledger, lambda g: 2 * g)),
@@ -384,6 +406,7 @@ BAD: tuple[Lever, ...] = (
     _lever("no_flip", RESAMPLED, no_flip, with_transform("RandomHorizontalFlip"), Moment.LOADER),
     _lever("always_flipped", RESAMPLED, always_flipped, with_transform("RandomHorizontalFlip"), Moment.LOADER),
     _lever("same_crop", RESAMPLED, same_crop, with_transform("RandomCrop"), Moment.LOADER),
+    _lever("kept_too_late", RESAMPLED, kept_too_late, with_transform("Random"), Moment.LOADER),
 )
 
 TABLE: tuple[Lever, ...] = (*GOOD, *BAD)

@@ -78,16 +78,11 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
     """Hands out what was kept of the neighbouring sample."""
     from flatout.pipeline.feed import Feed
 
-    keep = _keep(value)
-
     class Shifted(Feed):
         def __getitems__(self, indices: Any) -> Any:
             return super().__getitems__([(index + 1) % len(self.dataset) for index in indices])
 
-    def shifted(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
-        return _feed(loader, keep, feed or Shifted(loader))
-
-    scene.feed_loaders(shifted, ledger)
+    scene.feed_loaders(lambda loader, asked, feed: feed or Shifted(loader), ledger)
     return ledger.restore
 
 
