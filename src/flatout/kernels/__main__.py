@@ -1,0 +1,42 @@
+"""The gate's child: ``python -m flatout.kernels SUBJECT RECORDS [AFTER]``.
+
+Writes one JSON object a line to RECORDS: first the list of checks, then before each check its number, and its outcome after it. So
+whoever reads it knows which check a crash belongs to, and starts again AFTER it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from flatout.kernels.gate import SANITIZED, checks, run
+from flatout.kernels.subject import SubjectError, find
+
+
+def main(subject: str, records: Path, after: int) -> None:
+    with records.open("a", encoding="utf-8") as file:
+        def write(**record: object) -> None:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+
+        try:
+            kernel = find(subject)
+        except SubjectError as error:
+            write(refused=str(error))
+            return
+        todo = checks(kernel)
+        if os.environ.get(SANITIZED):
+            todo = [(name, check) for name, check in todo if name.endswith(": memory")]
+        write(kernel=kernel.name, sources=[[str(s.path), s.emulated_name] for s in kernel.sources], checks=[name for name, _ in todo])
+        for at, (name, check) in enumerate(todo):
+            if at > after:
+                write(begins=at)
+                write(at=at, **asdict(run(name, check)))
+        write(ended=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else -1)

@@ -1,0 +1,172 @@
+"""CUDA C++ from a string to a running kernel: compiled by NVRTC, loaded by the driver, launched on torch's stream.
+
+No torch header and no nvcc: NVRTC comes with every CUDA build of torch, a kernel compiles in under a second, nothing depends on
+the C++ ABI of a torch version, and the driver's interface has been stable since CUDA 4. The price: a launch goes through
+ctypes, some microseconds more than a compiled binding (CUDA graphs pay it once).
+
+Where there is no GPU, the same text runs in ``emulator.h`` if a folder with libraries compiled from it is named in
+FLATOUT_EMULATED (see ``flatout.launch.compiler``): enough to see whether a kernel is right, never how fast it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+EMULATED = "FLATOUT_EMULATED"
+OPTIONS = ("--std=c++17", "--restrict")
+PLAIN_SHARED_BYTES = 48 << 10  # more must be asked for (CUDA C++ Programming Guide, compute capability 7.0 and later)
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+SUFFIX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+class CudaUnavailable(RuntimeError):
+    """There is neither a GPU nor an emulated library here, or no NVRTC."""
+
+
+class CudaError(RuntimeError):
+    """The compiler or the driver refused; the message holds their own words."""
+
+
+class CudaSource:
+    """One .cu file. Its kernels are ``extern "C" __global__ void name(...)``; their arguments pointers, ``long long`` and ``float``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._functions: dict[tuple[int, str], Any] = {}
+
+    @property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @property
+    def emulated_name(self) -> str:
+        """The file name of its library for the emulator."""
+        return f"{self.path.parent.name}_{self.path.stem}.so"
+
+    def kernels(self) -> list[str]:
+        """The names of its kernels; macros that name them (``KERNEL(f32, float)``) are expanded by their last line's form."""
+        return kernels_in(self.text)
+
+    def launch(self, name: str, grid: Sequence[int], block: int, arguments: Sequence[Any], device: torch.device, shared_bytes: int = 0) -> None:
+        """Queue a kernel on the current stream of ``device``. Tensors go by address, None as a null pointer, int as long long, float as float."""
+        if 0 in grid:
+            return
+        held = [_as_c(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(held))(*(ctypes.cast(ctypes.byref(each), ctypes.c_void_p) for each in held))
+        width, height, depth = (*grid, 1, 1)[:3]
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                function = self._function(device.index if device.index is not None else torch.cuda.current_device(), name, shared_bytes)
+                stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+                _check(_driver(), _driver().cuLaunchKernel(function, width, height, depth, block, 1, 1, shared_bytes, stream, pointers, None), name)
+        else:
+            library = self._emulated()
+            if library.flatout_launch(name.encode(), width, height, depth, block, ctypes.c_size_t(shared_bytes), pointers):
+                raise CudaError(f"{self.path.name} has no kernel {name}; it has {', '.join(self.kernels())}.")
+
+    def _function(self, index: int, name: str, shared_bytes: int) -> Any:
+        key = (index, name)
+        if key not in self._functions:
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            major, minor = torch.cuda.get_device_capability(index)
+            image = compile_for(self, f"sm_{major}{minor}{'a' if major >= 9 else ''}")
+            torch.cuda.current_stream(index).synchronize()  # the primary context is there and current
+            _check(_driver(), _driver().cuModuleLoadData(ctypes.byref(module), image), self.path.name)
+            _check(_driver(), _driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
+            self._functions[key] = function
+        function = self._functions[key]
+        if shared_bytes > PLAIN_SHARED_BYTES:
+            _check(_driver(), _driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared_bytes), name)
+        return function
+
+    def _emulated(self) -> Any:
+        folder = os.environ.get(EMULATED, "")
+        path = Path(folder) / self.emulated_name
+        if not folder or not path.is_file():
+            raise CudaUnavailable(f"{self.path.name} needs a CUDA GPU, and torch sees none here.")
+        return _library(str(path))
+
+
+def kernels_in(text: str) -> list[str]:
+    """Names of the ``extern "C"`` kernels of a source; ``forward_##suffix`` is taken with each suffix its macro is used with."""
+    found = []
+    for name in re.findall(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+(?:##\w+)?)\(', text):
+        stem, mark, _ = name.partition("##")
+        found += [stem + suffix for suffix in re.findall(r"^KERNELS\((\w+)", text, re.MULTILINE)] if mark else [name]
+    return found
+
+
+def is_runnable() -> bool:
+    """Whether CUDA C++ can be run here, on a GPU or emulated."""
+    return torch.cuda.is_available() or bool(os.environ.get(EMULATED))
+
+
+def compile_for(source: CudaSource, target: str) -> bytes:
+    """Machine code (a cubin) for ``target`` ("sm_80"), by NVRTC. Raises CudaError with the compiler's words, CudaUnavailable without NVRTC."""
+    nvrtc = _nvrtc()
+    headers = {"flatout.cuh": (HERE / "flatout.cuh").read_bytes()}
+    program = ctypes.c_void_p()
+    bodies, names = ((ctypes.c_char_p * len(headers))(*part) for part in (headers.values(), (n.encode() for n in headers)))
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.text.encode(), source.path.name.encode(), len(headers), bodies, names)
+    options = [option.encode() for option in (f"--gpu-architecture={target}", *OPTIONS)]
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    size = ctypes.c_size_t()
+    try:
+        if failed:
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CudaError(f"{source.path.name} does not compile for {target}: {log.value.decode(errors='replace').strip()}")
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        image = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, image)
+        return image.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _as_c(argument: Any) -> Any:
+    if argument is None or isinstance(argument, torch.Tensor):
+        return ctypes.c_void_p(None if argument is None else argument.data_ptr())
+    return ctypes.c_longlong(argument) if isinstance(argument, int) else ctypes.c_float(argument)
+
+
+def _check(driver: Any, code: int, what: str) -> None:
+    if code:
+        words = ctypes.c_char_p()
+        driver.cuGetErrorString(code, ctypes.byref(words))
+        raise CudaError(f"{what}: the CUDA driver refused: {(words.value or b'unknown error').decode()} ({code}).")
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _library(path: str) -> Any:
+    return ctypes.CDLL(path)
+
+
+@cache
+def _nvrtc() -> Any:
+    """The NVRTC of torch's own CUDA version: known to the loader once torch is there, else among the nvidia wheels, else the toolkit's."""
+    if torch.version.cuda is None:
+        raise CudaUnavailable("this build of torch has no CUDA, so there is no NVRTC to compile CUDA C++ with.")
+    name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
+    wheels = sorted(Path(torch.__file__).parent.parent.glob(f"nvidia/*/lib/{name}"))
+    for candidate in (*map(str, wheels), name, f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/lib64/{name}"):
+        try:
+            return ctypes.CDLL(candidate)
+        except OSError:
+            continue
+    raise CudaUnavailable(f"{name} was not found; `pip install nvidia-cuda-nvrtc` brings it.")

@@ -1,0 +1,75 @@
+// What every CUDA C++ kernel here begins with: storage types, loads of 16 bytes, sums over a block, shared memory.
+//
+// No header is included, CUDA's own neither: the same text goes through NVRTC (which comes with torch), through nvcc, and, with
+// emulator.h before it, through a C++ compiler for a machine without a GPU. Launch arguments are pointers, `long long` and `float`.
+#pragma once
+
+#ifndef FLATOUT_EMULATED
+#define FLATOUT_SHARED(type, name) extern __shared__ __align__(16) unsigned char flatout_shared[]; type* name = reinterpret_cast<type*>(flatout_shared)
+#endif
+
+constexpr int WARP = 32;
+
+struct half_t { unsigned short bits; };
+struct bfloat_t { unsigned short bits; };
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(bfloat_t x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+__device__ inline float to_float(half_t x) {
+#ifdef FLATOUT_EMULATED
+    return emulated_half_to_float(x.bits);
+#else
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+#endif
+}
+
+__device__ inline void from_float(float x, float& y) { y = x; }
+__device__ inline void from_float(float x, bfloat_t& y) {  // to nearest, ties to even; a NaN stays one
+    unsigned bits = __float_as_uint(x);
+    y.bits = x != x ? 0x7fff : static_cast<unsigned short>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+__device__ inline void from_float(float x, half_t& y) {
+#ifdef FLATOUT_EMULATED
+    y.bits = emulated_float_to_half(x);
+#else
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#endif
+}
+template <typename T> __device__ inline T rounded(float x) { T y; from_float(x, y); return y; }
+
+// Sixteen bytes at once: the widest load there is, and a quarter of the instructions of four-byte ones.
+template <typename T> struct __align__(16) Pack { T at[16 / sizeof(T)]; };
+template <typename T> constexpr int PACK = 16 / sizeof(T);
+template <typename T> __device__ inline bool packs(const T* p) { return (reinterpret_cast<unsigned long long>(p) & 15) == 0; }
+
+__device__ inline float warp_sum(float x) {
+    for (int gap = WARP / 2; gap; gap /= 2) x += __shfl_xor_sync(0xffffffffu, x, gap);
+    return x;
+}
+__device__ inline float warp_max(float x) {
+    for (int gap = WARP / 2; gap; gap /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, gap));
+    return x;
+}
+
+// The sum over all threads of a block, in every thread. The block is a multiple of a warp, at most 1,024 threads. The order of
+// the additions is fixed, so the same input gives the same bits.
+__device__ inline float block_sum(float x) {
+    __shared__ float part[WARP];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    x = warp_sum(x);
+    __syncthreads();  // the last call's reads are over
+    if (lane == 0) part[warp] = x;
+    __syncthreads();
+    return warp_sum(lane < warps ? part[lane] : 0.0f);
+}
+__device__ inline float block_max(float x) {
+    __shared__ float part[WARP];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    x = warp_max(x);
+    __syncthreads();
+    if (lane == 0) part[warp] = x;
+    __syncthreads();
+    return warp_max(lane < warps ? part[lane] : -__int_as_float(0x7f800000));
+}

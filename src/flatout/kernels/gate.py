@@ -1,0 +1,318 @@
+"""The gate: what must hold before a kernel is used. Pure: it computes and answers records; it prints, times and starts nothing.
+
+    values          outputs and gradients of every case against the reference in float64 (``precision``: bounds that follow the type
+                    and the length of the sums), and, for exact kernels, the reference's own bits
+    the same twice  bitwise equal outputs and gradients
+    memory          every case with each buffer against a forbidden page, at its end and at its beginning (``fences``); on a GPU
+                    compute-sanitizer runs the same cases
+    opcheck         torch.library.opcheck on the operators, with the arguments that the cases give them
+    gradcheck       numerical against analytical gradients in float64, of implementations that take it
+    compiles        CUDA C++ for sm_80 and sm_90a
+    rejects ...     each known-wrong variant must fail ``values``: a gate that lets it pass is itself broken
+
+Crashes are part of the game: the gate runs in a child (``python -m flatout.kernels``), and a check that ends the process has failed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatout.kernels import cuda
+from flatout.kernels.fences import Fenced, fenced
+from flatout.kernels.kernel import Case, Function, Implementation, Inputs, Kernel, has_triton, tensors_of
+from flatout.kernels.precision import distance
+
+TARGETS = ("sm_80", "sm_90a")
+SANITIZED = "FLATOUT_SANITIZED"  # set in a child that runs under compute-sanitizer
+GRADCHECK_ELEMENTS = 400  # of all inputs of a case together: each costs two evaluations
+OPCHECK_CALLS = 2  # argument sets an operator
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check's outcome: "ok", "failed" or "not run". ``why`` is a sentence; for "ok" it says what was done, where that adds something."""
+
+    name: str
+    status: str
+    why: str = ""
+
+
+class Failed(Exception):
+    """A check did not hold; the message is the sentence."""
+
+
+class NotRun(Exception):
+    """A check could not be made here; the message is the reason."""
+
+
+def checks(kernel: Kernel) -> list[tuple[str, Callable[[], str]]]:
+    """The checks of a kernel by name, in their order. A function gives a remark, or raises Failed or NotRun."""
+    found: list[tuple[str, Callable[[], str]]] = []
+    for implementation in kernel.implementations:
+        title = f"{implementation.name}{_manner(implementation)}"
+        found += [(f"{title}: values", partial(values, kernel, implementation)),
+                  (f"{title}: the same twice", partial(the_same_twice, kernel, implementation)),
+                  (f"{title}: memory", partial(memory, kernel, implementation))]
+        if torch.float64 in implementation.dtypes and any(case.differentiate for case in kernel.cases()):
+            found.append((f"{title}: gradcheck", partial(gradcheck, kernel, implementation)))
+        if implementation.needs and not torch.cuda.is_available():
+            found.append((f"{implementation.name} on a GPU", _no_gpu))
+    found += [(f"opcheck {name}", partial(opcheck, kernel, name)) for name in kernel.operators]
+    found += [(f"{source.path.name} compiles for {target}", partial(compiles, source, target)) for source in kernel.sources for target in TARGETS]
+    found += [(f"rejects {name}", partial(rejects, kernel, variant)) for name, variant in kernel.wrong.items()]
+    if not kernel.wrong:
+        found.append(("rejects wrong variants", _no_wrong))
+    return found
+
+
+def run(name: str, check: Callable[[], str]) -> Check:
+    """Make one check."""
+    try:
+        return Check(name, "ok", check())
+    except Failed as failed:
+        return Check(name, "failed", str(failed))
+    except (NotRun, cuda.CudaUnavailable) as reason:
+        return Check(name, "not run", str(reason))
+    except Exception as error:  # the kernel's own: whatever it raises, it has failed
+        return Check(name, "failed", f"it raised {type(error).__name__}: {' '.join(str(error).split())[:400]}")
+
+
+# -- the checks -----------------------------------------------------------------------------------------------------
+
+
+def values(kernel: Kernel, implementation: Implementation) -> str:
+    worst, count = 0.0, 0
+    for at, case in _cases(kernel, implementation):
+        share = _compare(kernel, case, at, implementation.call, kernel.exact and implementation.name != "wrong")
+        worst, count = max(worst, share), count + 1
+    return f"{count} cases, at most {100 * worst:.0f} % of the allowed error"
+
+
+def the_same_twice(kernel: Kernel, implementation: Implementation) -> str:
+    for at, case in _cases(kernel, implementation):
+        inputs = _on_device(_inputs(case, at))
+        one, two = (_evaluate(implementation.call, _clone(inputs), case, at) for _ in range(2))
+        for which, (a, b) in enumerate(zip(one, two, strict=True)):
+            if not torch.equal(_bits(a), _bits(b)):
+                raise Failed(f"{case.title}: result {which} differs between two calls with the same inputs; is a sum taken in no fixed order (atomics)?")
+    return ""
+
+
+def memory(kernel: Kernel, implementation: Implementation) -> str:
+    _can_run(implementation)
+    if torch.cuda.is_available() and implementation.needs:
+        if not os.environ.get(SANITIZED):
+            raise NotRun("compute-sanitizer was not found; it comes with the CUDA toolkit")
+        for at, case in _cases(kernel, implementation):
+            _evaluate(implementation.call, _on_device(_inputs(case, at)), case, at)
+        torch.cuda.synchronize()
+        return "under compute-sanitizer"
+    for at_end in (True, False):
+        for at, case in _cases(kernel, implementation):
+            inputs = _mapped(_inputs(case, at), lambda tensor, at_end=at_end: fenced(tensor, at_end))
+            with Fenced(kernel.operators, at_end):
+                _evaluate(implementation.call, inputs, case, at)
+    return "every buffer against a forbidden page, at its end and at its beginning"
+
+
+def gradcheck(kernel: Kernel, implementation: Implementation) -> str:
+    """Of the smallest cases, in float64, whatever type they are declared in."""
+    tried = 0
+    for at, case in enumerate(kernel.cases()):
+        inputs = _inputs(case, at)
+        size = sum(tensor.numel() for tensor in inputs.values() if isinstance(tensor, torch.Tensor) and tensor.is_floating_point())
+        if case.bench or not case.differentiate or not 0 < size <= GRADCHECK_ELEMENTS:
+            continue
+        double = _mapped(inputs, _double)
+        leaves = [double[name].requires_grad_() for name in case.differentiate]
+
+        def of_leaves(*given: torch.Tensor, double: Inputs = double, names: tuple[str, ...] = case.differentiate) -> Any:
+            return tensors_of(implementation.call(**{**double, **dict(zip(names, given, strict=True))}))
+
+        try:
+            torch.autograd.gradcheck(of_leaves, leaves)
+        except torch.autograd.gradcheck.GradcheckError as error:  # type: ignore[attr-defined]
+            raise Failed(f"{case.title}: {' '.join(str(error).split())[:300]}") from None
+        tried += 1
+    if not tried:
+        raise NotRun(f"no case has at most {GRADCHECK_ELEMENTS} elements")
+    return f"{tried} cases"
+
+
+def opcheck(kernel: Kernel, name: str) -> str:
+    seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    for implementation in kernel.implementations:
+        try:
+            runnable = list(_cases(kernel, implementation))
+        except NotRun:
+            continue
+        for at, case in runnable[:3]:
+            inputs = _on_device(_inputs(case, at))
+            with _Recorder(name) as recorder:
+                _evaluate(implementation.call, inputs, replace(case, differentiate=()), at)
+                recorder.differentiable = bool(recorder.calls)
+                _evaluate(implementation.call, inputs, case, at)
+            # An operator that only the backward pass calls need not be differentiable itself.
+            names = {id(inputs[name]) for name in case.differentiate} if recorder.differentiable else set()
+            seen += [recorder.copied(call, names) for call in recorder.calls[:1]]
+        if len(seen) >= OPCHECK_CALLS:
+            break
+    if not seen:
+        raise Failed(f"no case calls the operator {name}")
+    for function, args, kwargs in seen[:OPCHECK_CALLS]:
+        try:
+            torch.library.opcheck(function, args, kwargs)
+        except torch.testing._internal.optests.generate_tests.OpCheckError as error:
+            raise Failed(" ".join(str(error).split())[:400]) from None
+    return f"{len(seen[:OPCHECK_CALLS])} calls"
+
+
+def compiles(source: cuda.CudaSource, target: str) -> str:
+    try:
+        return f"NVRTC, {len(cuda.compile_for(source, target)):,} bytes"
+    except cuda.CudaError as error:
+        raise Failed(str(error)) from None
+
+
+def rejects(kernel: Kernel, variant: Function) -> str:
+    """A known-wrong variant must be refused by ``values``, by its numbers: one that raises shows nothing about the gate."""
+    for at, case in enumerate(kernel.cases()):
+        if case.bench:
+            continue
+        try:
+            _compare(kernel, case, at, variant, kernel.exact)
+        except Failed as refused:
+            return f"refused: {refused}"
+    raise Failed("the gate accepted this wrong variant: add a case that shows its mistake")
+
+
+def _no_gpu() -> str:
+    raise NotRun("torch sees no CUDA device here")
+
+
+def _no_wrong() -> str:
+    raise NotRun("there is no known-wrong variant; without one nobody knows whether these cases would notice a mistake")
+
+
+# -- what they share ------------------------------------------------------------------------------------------------
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps the arguments that one operator is called with."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self.differentiable = False
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    @staticmethod
+    def copied(call: tuple[Any, tuple[Any, ...], dict[str, Any]], leaves: set[int]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The same call with tensors of its own, leaves where they were leaves."""
+        function, args, kwargs = call
+        return function, tuple(a.detach().clone().requires_grad_(id(a) in leaves) if isinstance(a, torch.Tensor) else a for a in args), kwargs
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.name().partition(".")[0] == self._name:
+            self.calls.append((function, args, dict(kwargs or {})))
+        return function(*args, **(kwargs or {}))
+
+
+def _cases(kernel: Kernel, implementation: Implementation) -> Iterator[tuple[int, Case]]:
+    """The cases that an implementation is tried on, with their seeds. Raises NotRun where it cannot run here."""
+    _can_run(implementation)
+    return ((at, case) for at, case in enumerate(kernel.cases()) if not case.bench and case.dtype in implementation.dtypes)
+
+
+def _can_run(implementation: Implementation) -> None:
+    if implementation.needs == "triton":
+        if not has_triton():
+            raise NotRun("Triton is not installed; CUDA builds of torch bring it")
+        if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+            raise NotRun("there is no GPU, and Triton's interpreter is off; TRITON_INTERPRET=1 before Triton is imported switches it on")
+    if implementation.needs == "cuda" and not cuda.is_runnable():
+        raise NotRun("there is no GPU and no C++ compiler to emulate one; `apt-get install g++` brings one")
+
+
+def _manner(implementation: Implementation) -> str:
+    if not implementation.needs or torch.cuda.is_available():
+        return ""
+    return " (interpreter)" if implementation.needs == "triton" else " (emulated)"
+
+
+def _compare(kernel: Kernel, case: Case, at: int, call: Function, exact: bool) -> float:
+    """The largest error as a share of what is allowed. Raises Failed with the place where more was found."""
+    inputs = _inputs(case, at)
+    expected = _evaluate(kernel.reference, _mapped(inputs, _double), case, at)
+    got = _evaluate(call, _on_device(_clone(inputs)), case, at)
+    if len(got) != len(expected):
+        raise Failed(f"{case.title}: {len(got)} results where the reference has {len(expected)}")
+    outputs, worst = len(got) - len(case.differentiate), 0.0
+    same = _evaluate(kernel.reference, _clone(inputs), case, at) if exact and case.dtype is torch.float32 else ()
+    for which, (ours, right) in enumerate(zip(got, expected, strict=True)):
+        title = f"output {which}" if which < outputs else f"gradient of {case.differentiate[which - outputs]}"
+        if ours.shape != right.shape:
+            raise Failed(f"{case.title}: {title} has shape {tuple(ours.shape)}, not {tuple(right.shape)}")
+        found = distance(ours, right, case.terms, kernel.ulps, case.inside)
+        if found.share > 1:
+            raise Failed(f"{case.title}: {title} at {found.where} is {found.got:.9g}, not {found.expected:.9g} ({found.share:.3g} times the allowed error)")
+        if same and not torch.equal(_bits(ours), _bits(same[which])):
+            raise Failed(f"{case.title}: {title} is near the reference's, and must have its very bits")
+        worst = max(worst, found.share)
+    return worst
+
+
+def _evaluate(call: Function, inputs: Inputs, case: Case, at: int) -> list[torch.Tensor]:
+    """Outputs, then the gradients of what the case differentiates, for gradients of the outputs drawn from the case's seed."""
+    leaves = [inputs[name].requires_grad_() for name in case.differentiate]
+    outputs = tensors_of(call(**inputs))
+    found = [output.detach() for output in outputs]
+    if leaves:
+        draw = torch.Generator().manual_seed(1000 + at)
+        through = [output for output in outputs if output.requires_grad]
+        along = [torch.randn(output.shape, generator=draw).to(case.dtype).to(output.device, output.dtype) for output in through]
+        for leaf, gradient in zip(leaves, torch.autograd.grad(through, leaves, along, allow_unused=True), strict=True):
+            found.append(torch.zeros_like(leaf) if gradient is None else gradient)
+    return found
+
+
+def _inputs(case: Case, at: int) -> Inputs:
+    return case.make(torch.Generator().manual_seed(at))
+
+
+def _on_device(inputs: Inputs) -> Inputs:
+    return _mapped(inputs, lambda tensor: tensor.cuda()) if torch.cuda.is_available() else inputs
+
+
+def _clone(inputs: Inputs) -> Inputs:
+    return _mapped(inputs, lambda tensor: tensor.detach().clone() if tensor.is_contiguous() else _same_layout(tensor))
+
+
+def _same_layout(tensor: torch.Tensor) -> torch.Tensor:
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.new_empty(max(extent, 0)).as_strided(tensor.shape, tensor.stride()).copy_(tensor.detach()) if tensor.numel() else tensor.detach().clone()
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(torch.float64) if tensor.is_floating_point() else tensor.clone()
+
+
+def _mapped(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return change(value)
+        return [of(each) for each in value] if isinstance(value, list) else value
+
+    return {name: of(value) for name, value in inputs.items()}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """NaNs compare by their bits as well."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)

@@ -1,0 +1,91 @@
+"""Layer and RMS normalisation in Triton: one program a row, the row in registers. Imported only where Triton is.
+
+Shapes: R rows, N columns, P programs that share the rows in the backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_WIDTH = 16384  # a row must fit into the registers of one program
+PROGRAMS = 256  # of the backward pass, at most: partial sums for weight and bias cost P * N * 8 bytes
+
+
+@triton.jit
+def _forward(x, residual, weight, bias, y, h, mean, rstd, width, eps, CENTRE: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr,
+             BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    at = row * width + columns
+    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        v = (v + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(h.dtype.element_ty)
+        tl.store(h + at, v, mask=inside)
+        v = v.to(tl.float32)
+    m = 0.0
+    if CENTRE:
+        m = tl.sum(v, axis=0) / width
+    centred = tl.where(inside, v - m, 0.0)
+    r = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
+    tl.store(mean + row, m)
+    tl.store(rstd + row, r)
+    out = centred * r
+    if WEIGHT:
+        out = out * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        out = out + tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(dy, dh, h, weight, mean, rstd, dx, partial, rows, width, CENTRE: tl.constexpr, DH: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    of_weight = tl.zeros((BLOCK,), dtype=tl.float32)
+    of_bias = tl.zeros((BLOCK,), dtype=tl.float32)
+    w = tl.full((BLOCK,), 1.0, dtype=tl.float32)
+    if WEIGHT:
+        w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    for row in range(program, rows, tl.num_programs(0)):
+        at = row * width + columns
+        g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        normal = (tl.load(h + at, mask=inside, other=0.0).to(tl.float32) - tl.load(mean + row)) * tl.load(rstd + row)
+        normal = tl.where(inside, normal, 0.0)
+        of_weight += g * normal
+        of_bias += g
+        g = g * w
+        d = g - normal * (tl.sum(g * normal, axis=0) / width)
+        if CENTRE:
+            d = d - tl.sum(g, axis=0) / width
+        d = d * tl.load(rstd + row)
+        if DH:
+            d = d + tl.load(dh + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + at, d.to(dx.dtype.element_ty), mask=inside)
+    tl.store(partial + program * 2 * width + columns, of_weight, mask=inside)
+    tl.store(partial + program * 2 * width + width + columns, of_bias, mask=inside)
+
+
+def forward(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, centre: bool,
+            y: torch.Tensor, h: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> None:
+    """Fills y, h [R, N] and mean, rstd [R]; h is written only with a residual."""
+    rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    _forward[(rows,)](x, residual, weight, bias, y, h, mean, rstd, width, eps, CENTRE=centre, RESIDUAL=residual is not None,
+                      WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=block, num_warps=_warps(block))
+
+
+def backward(dy: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, rstd: torch.Tensor,
+             centre: bool, dx: torch.Tensor, partial: torch.Tensor) -> None:
+    """Fills dx [R, N] and partial [P, 2, N]: sums for weight and bias, of the rows that each program took."""
+    rows, width = h.shape
+    block = triton.next_power_of_2(width)
+    _backward[(partial.shape[0],)](dy, dh, h, weight, mean, rstd, dx, partial, rows, width, CENTRE=centre, DH=dh is not None,
+                                   WEIGHT=weight is not None, BLOCK=block, num_warps=_warps(block))
+
+
+def _warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)
