@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.gradcheck import GradcheckError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.kernels import cuda
@@ -131,6 +132,8 @@ def gradcheck(kernel: Kernel, implementation: Implementation) -> str:
         if case.bench or not case.differentiate or not 0 < size <= GRADCHECK_ELEMENTS:
             continue
         double = _mapped(inputs, _double)
+        if not all(bool(output.isfinite().all()) for output in tensors_of(kernel.reference(**double))):
+            continue  # there is no slope to measure
         leaves = [double[name].requires_grad_() for name in case.differentiate]
 
         def of_leaves(*given: torch.Tensor, double: Inputs = double, names: tuple[str, ...] = case.differentiate) -> Any:
@@ -138,7 +141,7 @@ def gradcheck(kernel: Kernel, implementation: Implementation) -> str:
 
         try:
             torch.autograd.gradcheck(of_leaves, leaves)
-        except torch.autograd.gradcheck.GradcheckError as error:  # type: ignore[attr-defined]
+        except GradcheckError as error:
             raise Failed(f"{case.title}: {' '.join(str(error).split())[:300]}") from None
         tried += 1
     if not tried:
@@ -169,7 +172,7 @@ def opcheck(kernel: Kernel, name: str) -> str:
     for function, args, kwargs in seen[:OPCHECK_CALLS]:
         try:
             torch.library.opcheck(function, args, kwargs)
-        except torch.testing._internal.optests.generate_tests.OpCheckError as error:
+        except Exception as error:  # its own class is not public
             raise Failed(" ".join(str(error).split())[:400]) from None
     return f"{len(seen[:OPCHECK_CALLS])} calls"
 
@@ -260,7 +263,7 @@ def _compare(kernel: Kernel, case: Case, at: int, call: Function, exact: bool) -
         title = f"output {which}" if which < outputs else f"gradient of {case.differentiate[which - outputs]}"
         if ours.shape != right.shape:
             raise Failed(f"{case.title}: {title} has shape {tuple(ours.shape)}, not {tuple(right.shape)}")
-        found = distance(ours, right, case.terms, kernel.ulps, case.inside)
+        found = distance(ours, right, case.terms, kernel.ulps, case.inside, case.dtype)
         if found.share > 1:
             raise Failed(f"{case.title}: {title} at {found.where} is {found.got:.9g}, not {found.expected:.9g} ({found.share:.3g} times the allowed error)")
         if same and not torch.equal(_bits(ours), _bits(same[which])):

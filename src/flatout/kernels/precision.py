@@ -31,8 +31,11 @@ class Distance:
     expected: float
 
 
-def distance(got: torch.Tensor, expected: torch.Tensor, terms: int, ulps: float, inside: float = 0.0) -> Distance:
-    """How far ``got`` lies from the float64 tensor ``expected`` of the same shape. NaN equals NaN, an infinity itself, and nothing else."""
+def distance(got: torch.Tensor, expected: torch.Tensor, terms: int, ulps: float, inside: float = 0.0, stored: torch.dtype | None = None) -> Distance:
+    """How far ``got`` lies from the float64 tensor ``expected`` of the same shape. NaN equals NaN, an infinity itself, and nothing else.
+
+    ``stored`` is the type of the inputs, where that is coarser than the result's.
+    """
     if got.numel() == 0:
         return Distance(0.0, (), 0.0, 0.0)
     sums = torch.float64 if got.dtype is torch.float64 else torch.float32
@@ -41,7 +44,7 @@ def distance(got: torch.Tensor, expected: torch.Tensor, terms: int, ulps: float,
     same = (ours == expected) | (ours.isnan() & expected.isnan())
     finite = expected.isfinite()
     scale = float(expected[finite].abs().max()) if bool(finite.any()) else 0.0
-    u = UNIT_ROUNDOFF[got.dtype]
+    u = max(UNIT_ROUNDOFF[got.dtype], UNIT_ROUNDOFF[stored or got.dtype])
     allowed = ulps * u * expected.abs() + (inside * u + SLACK * UNIT_ROUNDOFF[sums] * (1 + math.sqrt(terms))) * scale
     share = torch.where(same, 0.0, (ours - expected).abs() / (allowed + SMALLEST[got.dtype]))
     share = torch.where(share.isnan(), math.inf, share)

@@ -1,0 +1,39 @@
+"""A linear layer and the cross entropy after it, without holding the logits.
+
+Formula: loss = mean over targets that count of logsumexp(z) - (1 - s) z_target - s mean(z), with z = x weight' + bias and s the
+    label smoothing. Gradient of z: softmax(z) - s / V, less 1 - s at the target.
+What it saves: plain, a batch of N rows and V classes holds N V logits, as many log-probabilities and as many gradients. Here a chunk
+    of rows at a time is held, at most a sixteenth of them, and the gradient of the weight, V D.
+What bounds it: arithmetic, the three matrix products of 2 N V D operations each, which run at torch's own rate; between them a
+    chunk of logits is read twice and written once by one kernel.
+Limits: reductions "mean" and "sum", class numbers as targets, no class weights; differentiable once.
+Sources: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; gradients in the forward pass by chunks of rows as in
+    Hsu et al., Liger Kernel, 2024, and Wijmans et al., Cut Your Losses, 2024, for what else can be saved.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from flatout.kernels.kernel import Implementation, Inputs, Kernel
+from flatout.kernels.linear_cross_entropy import reference, wrong
+from flatout.kernels.linear_cross_entropy.cases import cases
+from flatout.kernels.linear_cross_entropy.op import OPERATORS, SOURCE, linear_cross_entropy
+
+
+def flops(inputs: Inputs) -> int:
+    """Of forward and backward together: three products."""
+    (rows, width), classes = inputs["x"].shape, inputs["weight"].shape[0]
+    return 6 * rows * width * classes
+
+
+KERNEL = Kernel(
+    name="linear_cross_entropy", page=__doc__, reference=reference.linear_cross_entropy,
+    implementations=(Implementation("plain", partial(linear_cross_entropy, implementation="plain"),
+                                    dtypes=(torch.float32, torch.float16, torch.bfloat16, torch.float64)),
+                     Implementation("triton", partial(linear_cross_entropy, implementation="triton"), "triton"),
+                     Implementation("cuda", partial(linear_cross_entropy, implementation="cuda"), "cuda")),
+    cases=cases, wrong=wrong.VARIANTS, operators=OPERATORS, sources=(SOURCE,), flops=flops,
+)

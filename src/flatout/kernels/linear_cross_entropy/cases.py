@@ -1,0 +1,50 @@
+"""The situations of linear_cross_entropy: ragged vocabularies, ignored targets, all of them ignored, smoothing, chunks, none at all."""
+
+from __future__ import annotations
+
+import torch
+
+from flatout.kernels.kernel import Case, Inputs
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+# rows, width, classes, dtype, bias, share ignored, reduction, smoothing, scale of x
+SMALL = [
+    (5, 4, 7, F32, True, 0.0, "mean", 0.0, 1.0), (6, 8, 33, F32, False, 0.5, "mean", 0.1, 1.0), (3, 2, 1, F32, True, 0.0, "sum", 0.0, 1.0),
+    (4, 8, 130, F32, True, 0.4, "sum", 0.0, 1.0), (9, 6, 1000, F32, False, 0.2, "mean", 0.2, 1.0), (4, 8, 64, BF16, True, 0.25, "mean", 0.0, 1.0),
+    (4, 8, 257, F16, False, 0.25, "mean", 0.1, 1.0), (0, 4, 8, F32, True, 0.0, "sum", 0.0, 1.0), (4, 4, 9, F32, True, 1.0, "sum", 0.0, 1.0),
+    (4, 4, 12, F32, True, 0.0, "mean", 0.0, 60.0),
+]
+LARGE = [(8192, 768, 50257, BF16), (8192, 4096, 128256, BF16), (8192, 768, 50257, F32)]
+
+
+def cases() -> list[Case]:
+    return [*(_case(*row) for row in SMALL), _all_ignored(), _in_chunks(),
+            *(Case(f"{rows:,} rows of {width:,}, {classes:,} classes, {str(dtype).removeprefix('torch.')}",
+                   lambda draw, r=rows, w=width, c=classes, d=dtype: _inputs(draw, r, w, c, d, False, 0.0, "mean", 0.0, 1.0),
+                   dtype, ("x", "weight"), terms=width, bench=True) for rows, width, classes, dtype in LARGE)]
+
+
+def _case(rows: int, width: int, classes: int, dtype: torch.dtype, bias: bool, ignored: float, reduction: str, smoothing: float, scale: float) -> Case:
+    title = f"{rows} rows of {width}, {classes} classes, {str(dtype).removeprefix('torch.')}, {reduction}" + (f", smoothing {smoothing:g}" if smoothing else "")
+    title += f", {100 * ignored:.0f} % ignored" if ignored else ""
+    # exp() carries the error of a logit over, so logits of 60 lose as many digits as 60 has.
+    return Case(title, lambda draw: _inputs(draw, rows, width, classes, dtype, bias, ignored, reduction, smoothing, scale), dtype,
+                ("x", "weight", *(("bias",) if bias else ())), terms=int((width + rows) * (1 + scale**2)), inside=0.0 if dtype is F32 else 8.0)
+
+
+def _all_ignored() -> Case:
+    return Case("every target ignored, mean", lambda draw: _inputs(draw, 3, 4, 9, F32, True, 1.0, "mean", 0.0, 1.0), F32, ("x", "weight", "bias"), terms=8)
+
+
+def _in_chunks() -> Case:
+    """More rows than one chunk takes: 40 x 30,000 logits are 4.8 MB."""
+    return Case("40 rows of 3, 30,000 classes, float32, in chunks", lambda draw: _inputs(draw, 40, 3, 30_000, F32, False, 0.1, "mean", 0.0, 1.0), F32,
+                ("x", "weight"), terms=30_000)
+
+
+def _inputs(draw: torch.Generator, rows: int, width: int, classes: int, dtype: torch.dtype, bias: bool, ignored: float, reduction: str, smoothing: float,
+            scale: float) -> Inputs:
+    target = torch.randint(classes, (rows,), generator=draw)
+    target[torch.rand(rows, generator=draw) < ignored] = -100
+    return {"x": (scale * torch.randn(rows, width, generator=draw)).to(dtype), "weight": torch.randn(classes, width, generator=draw).to(dtype),
+            "target": target, "bias": torch.randn(classes, generator=draw).to(dtype) if bias else None, "reduction": reduction, "label_smoothing": smoothing}

@@ -1,0 +1,64 @@
+// The losses of a chunk of rows of logits, and, in place of the logits, their gradients (before any scaling by the batch).
+//
+// One block a row, two passes over it: the first finds maximum, sum of exponentials (rescaled as the maximum grows: Milakov and
+// Gimelshein, 2018) and the plain sum, the second writes. Bound by memory: a row is read twice and written once, the second time from the
+// L2 cache. Loads and stores are 16 bytes a thread where the row is aligned so; sums over a block go by warp shuffles.
+#include "flatout.cuh"
+
+template <typename T>
+__device__ void losses(T* logits, const long long* target, float* loss, long long classes, long long ignore_index, float smoothing,
+                       long long with_gradient) {
+    T* row = logits + static_cast<long long>(blockIdx.x) * classes;
+    const long long right = target[blockIdx.x];
+    const bool counts = right != ignore_index;
+    const bool wide = classes % PACK<T> == 0 && packs(row);
+    const long long first = wide ? threadIdx.x * PACK<T> : threadIdx.x, stride = wide ? blockDim.x * PACK<T> : blockDim.x;
+    const int together = wide ? PACK<T> : 1;
+    const float minus_infinity = -__int_as_float(0x7f800000);
+
+    float most = minus_infinity, sum = 0, plain = 0, of_right = 0;
+    for (long long i = first; i < classes && counts; i += stride) {
+        Pack<T> a;
+        if (wide) a = *reinterpret_cast<const Pack<T>*>(row + i); else a.at[0] = row[i];
+        float local = most;
+        for (int k = 0; k < together; k++) local = fmaxf(local, to_float(a.at[k]));
+        if (local > most) { sum *= __expf(most - local); most = local; }
+        for (int k = 0; k < together; k++) {
+            float v = to_float(a.at[k]);
+            // All of a row may be minus infinity so far: then there is nothing to add, and (-inf) - (-inf) must not be asked for.
+            if (v != minus_infinity) sum += __expf(v - most);
+            plain += v;
+            if (i + k == right) of_right = v;
+        }
+    }
+    const float top = block_max(most);
+    sum = block_sum(most == minus_infinity ? (sum != sum ? sum : 0.0f) : sum * __expf(most - top));
+    plain = smoothing > 0 ? block_sum(plain) : 0.0f;
+    of_right = block_sum(of_right);
+    const float log_sum = top + logf(sum);
+    if (threadIdx.x == 0) {
+        float one = log_sum - (1 - smoothing) * of_right;
+        if (smoothing > 0) one -= smoothing * plain / classes;
+        // A class that does not exist: torch stops the device; a loss that is not a number is as loud.
+        loss[blockIdx.x] = !counts ? 0.0f : right < 0 || right >= classes ? __int_as_float(0x7fffffff) : one;
+    }
+    if (!with_gradient) return;
+    for (long long i = first; i < classes; i += stride) {
+        Pack<T> a;
+        if (wide) a = *reinterpret_cast<const Pack<T>*>(row + i); else a.at[0] = row[i];
+        for (int k = 0; k < together; k++) {
+            float g = __expf(to_float(a.at[k]) - log_sum) - smoothing / classes - (i + k == right ? 1 - smoothing : 0.0f);
+            a.at[k] = rounded<T>(counts ? g : 0.0f);
+        }
+        if (wide) *reinterpret_cast<Pack<T>*>(row + i) = a; else row[i] = a.at[0];
+    }
+}
+
+#define KERNELS(suffix, T) \
+extern "C" __global__ void losses_##suffix(T* logits, const long long* target, float* loss, long long classes, long long ignore_index, \
+                                           float smoothing, long long with_gradient) { \
+    losses<T>(logits, target, loss, classes, ignore_index, smoothing, with_gradient); \
+}
+KERNELS(f32, float)
+KERNELS(f16, half_t)
+KERNELS(bf16, bfloat_t)

@@ -1,0 +1,159 @@
+"""What a program calls: a linear layer and its cross entropy without ever holding the logits.
+
+The rows are taken in chunks. For each: logits by one matrix product, their losses, and in their place their gradients, from which the
+gradients of x, weight and bias follow by two more products; then the chunk's memory is used again. So the gradients exist when the
+forward pass ends, unscaled; the backward pass multiplies them by what comes from above (for "mean" over the number of targets),
+in float32, so that nothing underflows in float16. Three products in all, as many as the plain way needs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flatout.kernels.cuda import SUFFIX, CudaSource
+from flatout.kernels.kernel import has_triton
+
+SOURCE = CudaSource(Path(__file__).with_name("kernel.cu"))
+REDUCTIONS = ("mean", "sum")
+CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}  # of logits at a time; on a GPU enough rows for a matrix product at full rate
+IN_ONE_BYTES = 4 << 20  # logits this small are not worth a loop
+CHUNKS = 16  # at least, of what is larger
+ROWS = 16  # in a chunk, at least
+OF_X, OF_WEIGHT, OF_BIAS = 1, 2, 4  # gradients that are wanted
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+                         label_smoothing: float = 0.0, implementation: str = "") -> Tensor:
+    """cross_entropy(linear(x, weight, bias), target), a scalar in float32 (float64 for float64).
+
+    x [N, D]; weight [V, D] and bias [V] of x's type; target [N] of int64. ``reduction`` is "mean" or "sum". Differentiable once: a second
+    derivative raises RuntimeError. Raises ValueError for shapes that do not fit. ``implementation``: "" (the best here), "plain", "triton", "cuda".
+    """
+    if x.dim() != 2 or weight.dim() != 2 or target.shape != x.shape[:1] or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and target {tuple(target.shape)} are not [N, D], [V, D] and [N]")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction {reduction!r} is not one of {', '.join(REDUCTIONS)}")
+    wanted = 0
+    if torch.is_grad_enabled():
+        wanted = sum(bit for tensor, bit in ((x, OF_X), (weight, OF_WEIGHT), (bias, OF_BIAS)) if tensor is not None and tensor.requires_grad)
+    loss: Tensor = torch.ops.flatout.linear_cross_entropy(x, weight, target, bias, ignore_index, reduction, label_smoothing, wanted, implementation)[0]
+    return loss
+
+
+def forward(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float, wanted: int,
+            implementation: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss; the factor of all gradients; unscaled gradients of x, weight and bias (empty where not wanted)."""
+    way = implementation or best(x)
+    rows, classes = x.shape[0], weight.shape[0]
+    sums = torch.float64 if x.dtype is torch.float64 else torch.float32
+    factor = (target != ignore_index).sum().to(sums).reciprocal() if reduction == "mean" else x.new_ones((), dtype=sums)
+    losses = x.new_empty(rows, dtype=sums)
+    of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted & OF_X else x.new_empty(0)
+    of_weight = x.new_zeros(weight.shape, dtype=sums) if wanted & OF_WEIGHT else x.new_empty(0, dtype=sums)
+    of_bias = x.new_zeros(classes, dtype=sums) if wanted & OF_BIAS else x.new_empty(0, dtype=sums)
+    step = chunk_rows(rows, classes, x.device.type)
+    for first in range(0, rows, step):
+        part = slice(first, min(first + step, rows))
+        logits = F.linear(x[part], weight, bias)
+        gradient = _losses(way, logits, target[part].contiguous(), losses[part], ignore_index, label_smoothing, bool(wanted))
+        del logits
+        if wanted & OF_X:
+            torch.mm(gradient, weight, out=of_x[part])
+        if wanted & OF_WEIGHT:
+            if x.dtype is sums:
+                of_weight.addmm_(gradient.t(), x[part])
+            else:
+                of_weight += gradient.t() @ x[part]
+        if wanted & OF_BIAS:
+            of_bias += gradient.sum(0, dtype=sums)
+        del gradient  # before the next chunk is made
+    return losses.sum() * factor, factor, of_x, of_weight, of_bias
+
+
+def chunk_rows(rows: int, classes: int, device_type: str) -> int:
+    """Rows whose logits are held at a time."""
+    if 4 * rows * classes <= IN_ONE_BYTES:
+        return max(rows, 1)
+    by_bytes = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cpu"]) // (4 * classes)
+    return max(min(by_bytes, -(-rows // CHUNKS)), ROWS)
+
+
+def best(x: Tensor) -> str:
+    """Which implementation suits this tensor."""
+    if not x.is_cuda or x.dtype not in SUFFIX:
+        return "plain"
+    return "triton" if has_triton() else "cuda"
+
+
+def _losses(way: str, logits: Tensor, target: Tensor, losses: Tensor, ignore_index: int, smoothing: float, with_gradient: bool) -> Tensor:
+    """Fills ``losses``; gives the gradients of the logits, in their place where their type allows it."""
+    if way == "triton":
+        from flatout.kernels.linear_cross_entropy import in_triton
+
+        in_triton.losses(logits, target, losses, ignore_index, smoothing, with_gradient)
+        return logits
+    if way == "cuda":
+        classes = logits.shape[1]
+        SOURCE.launch(f"losses_{SUFFIX[logits.dtype]}", (logits.shape[0],), min(max(-(-classes // 128) * 32, 32), 512),
+                      (logits, target, losses, classes, ignore_index, float(smoothing), int(with_gradient)), logits.device)
+        return logits
+    return _plain_losses(logits, target, losses, ignore_index, smoothing, with_gradient)
+
+
+def _plain_losses(logits: Tensor, target: Tensor, losses: Tensor, ignore_index: int, smoothing: float, with_gradient: bool) -> Tensor:
+    stored, classes = logits.dtype, logits.shape[1]
+    logits = logits.to(losses.dtype)
+    left_out = target == ignore_index
+    right = target.masked_fill(left_out, 0)[:, None]
+    log_sum = torch.logsumexp(logits, 1)
+    row = log_sum - (1 - smoothing) * logits.gather(1, right)[:, 0]
+    if smoothing > 0:
+        row = row - smoothing * logits.mean(1)
+    torch.where(left_out, torch.zeros((), dtype=row.dtype, device=row.device), row, out=losses)
+    if not with_gradient:
+        return logits
+    gradient = logits.sub_(log_sum[:, None]).exp_()
+    if smoothing > 0:
+        gradient.sub_(smoothing / classes)
+    gradient.scatter_add_(1, right, gradient.new_full((), smoothing - 1.0).expand_as(right))
+    gradient.masked_fill_(left_out[:, None], 0.0)
+    return gradient.to(stored)
+
+
+_forward = torch.library.custom_op("flatout::linear_cross_entropy", forward, mutates_args=())
+
+
+@_forward.register_fake
+def _(x, weight, target, bias, ignore_index, reduction, label_smoothing, wanted, implementation):
+    sums = torch.float64 if x.dtype is torch.float64 else torch.float32
+    one = x.new_empty((), dtype=sums)
+    return (one, torch.empty_like(one), x.new_empty(x.shape if wanted & OF_X else (0,)),
+            x.new_empty(weight.shape if wanted & OF_WEIGHT else (0,), dtype=sums), x.new_empty(weight.shape[0] if wanted & OF_BIAS else 0, dtype=sums))
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, _, bias, *_, ctx.wanted, _ = inputs
+    ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _gradient(ctx: Any, of_loss: Tensor, *_: Any) -> Any:
+    factor, *unscaled = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        raise RuntimeError("linear_cross_entropy can be differentiated once: its gradients are made in the forward pass. "
+                           "For a second derivative use torch.nn.functional.linear and cross_entropy.")
+    # Where no target counts, "mean" is 0 / 0: the loss is not a number, as torch's, and the gradients are zero, as torch's.
+    scale = torch.where(factor.isinf(), torch.zeros_like(factor), of_loss * factor)
+    of_x, of_weight, of_bias = ((held * scale).to(dtype) if ctx.wanted & bit else None
+                                for held, bit, dtype in zip(unscaled, (OF_X, OF_WEIGHT, OF_BIAS), ctx.dtypes, strict=True))
+    return of_x, of_weight, None, of_bias, None, None, None, None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_setup)
+OPERATORS = {"flatout::linear_cross_entropy": forward}
