@@ -21,7 +21,7 @@ from flatout.kernels.kernel import has_triton
 SOURCE = CudaSource(Path(__file__).with_name("kernel.cu"))
 REDUCTIONS = ("mean", "sum")
 CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}  # of logits at a time; on a GPU enough rows for a matrix product at full rate
-IN_ONE_BYTES = 4 << 20  # logits this small are not worth a loop
+IN_ONE_BYTES = 1 << 20  # logits this small are not worth a loop
 CHUNKS = 16  # at least, of what is larger
 ROWS = 16  # in a chunk, at least
 OF_X, OF_WEIGHT, OF_BIAS = 1, 2, 4  # gradients that are wanted
