@@ -16,6 +16,7 @@ COMMANDS = {
     "trial": "Measure one run of a program and write its record.",
     "plan": "Show a plan with its evidence, and the code that would do the same by hand.",
     "report": "Write the report of a session again.",
+    "kernel": "Check, measure or begin a kernel, ours or your own.",
     "levers": "List the levers, or show the page of one.",
 }
 

@@ -19,7 +19,8 @@ class Case:
     ``make(draw)`` gives the inputs on the CPU, drawn from the generator it is handed, in ``dtype`` where they are
     floating. ``differentiate`` names the inputs whose gradients are compared. ``terms`` is the length of the longest sum
     behind one output: the bound of the error grows with its square root. ``inside`` counts the roundings to ``dtype`` of values inside
-    the formula (a residual's sum, half-precision logits): they weigh by the largest output, not by each. ``bench`` cases are large and only timed.
+    the formula (a residual's sum, half-precision logits): they weigh by the largest output, not by each. A case with ``bench`` is large and only timed:
+    "gpu" there alone, "any" on a CPU too.
     """
 
     title: str
@@ -28,7 +29,7 @@ class Case:
     differentiate: tuple[str, ...] = ()
     terms: int = 1
     inside: float = 0.0
-    bench: bool = False
+    bench: str = ""
 
 
 @dataclass(frozen=True)

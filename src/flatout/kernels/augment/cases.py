@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from flatout.kernels.kernel import Case, Inputs
@@ -13,15 +15,15 @@ SMALL = [
     (3, 1, 7, 7, (5, 4), 0, 0, F16, "hwc", True), (2, 3, 16, 16, (16, 16), 4, 128, BF16, "hwc", True), (2, 4, 5, 6, (3, 3), 0, 0, BF16, "chw", False),
     (0, 3, 8, 8, (8, 8), 0, 0, F32, "chw", False), (1, 3, 33, 35, (32, 32), 0, 0, F16, "chw", False),
 ]
-LARGE = [(256, 3, 256, 256, (224, 224), 0, 0, BF16, "hwc", True), (256, 3, 256, 256, (224, 224), 0, 0, F32, "chw", False),
-         (4096, 3, 32, 32, (32, 32), 4, 0, BF16, "chw", True)]
+LARGE = [(256, 3, 256, 256, (224, 224), 0, 0, BF16, "hwc", True, "gpu"), (256, 3, 256, 256, (224, 224), 0, 0, F32, "chw", False, "gpu"),
+         (4096, 3, 32, 32, (32, 32), 4, 0, BF16, "chw", True, "gpu"), (256, 3, 32, 32, (32, 32), 4, 0, F32, "chw", False, "any")]
 
 
 def cases() -> list[Case]:
-    return [*(_case(row, False) for row in SMALL), *(_case(row, True) for row in LARGE)]
+    return [*(_case(row) for row in SMALL), *(_case(row, bench) for *row, bench in LARGE)]
 
 
-def _case(row: tuple, bench: bool) -> Case:
+def _case(row: Sequence, bench: str = "") -> Case:
     batch, channels, height, width, crop, padding, fill, dtype, layout, channels_last = row
     title = f"{batch} of {channels}x{height}x{width} ({layout}) to {crop[0]}x{crop[1]}, padding {padding}, {str(dtype).removeprefix('torch.')}"
     return Case(title + (", channels last" if channels_last else ""), lambda draw: _inputs(draw, *row), dtype, bench=bench)

@@ -13,7 +13,7 @@ SMALL = [
     ((4,), 33, F16, True, True, 0.0, 1e-5), ((3,), 129, BF16, True, True, 0.0, 1e-6), ((0,), 16, F32, True, True, 0.0, 1e-5),
     ((6,), 40, F32, False, True, 30.0, 1e-2), ((4,), 256, BF16, False, True, 0.0, 1e-5), ((3,), 24, F16, False, True, 0.0, 1e-2),
 ]
-LARGE = [((8192,), 1024, BF16), ((8192,), 4096, BF16), ((4096,), 4096, F32)]
+LARGE = [((8192,), 1024, BF16, "gpu"), ((8192,), 4096, BF16, "gpu"), ((4096,), 1024, F32, "any"), ((8192,), 4096, F32, "gpu")]
 
 
 def cases(centre: bool) -> list[Case]:
@@ -21,7 +21,7 @@ def cases(centre: bool) -> list[Case]:
     strided = Case("every second column of a wider tensor", lambda draw: _inputs(draw, centre, (4,), 20, F32, True, True, 0.0, 1e-5, step=2), F32,
                    _wanted(centre, True, True), terms=20)
     large = [Case(f"{shape[0]:,} rows of {width:,}, {_word(dtype)}", lambda draw, s=shape, w=width, d=dtype: _inputs(draw, centre, s, w, d, True, True, 0.0, 1e-5),
-                  dtype, _wanted(centre, True, True), terms=width, bench=True) for shape, width, dtype in LARGE]
+                  dtype, _wanted(centre, True, True), terms=width, bench=bench) for shape, width, dtype, bench in LARGE]
     return [*small, strided, *large]
 
 

@@ -14,14 +14,14 @@ SMALL = [
     (4, 8, 257, F16, False, 0.25, "mean", 0.1, 1.0), (0, 4, 8, F32, True, 0.0, "sum", 0.0, 1.0), (4, 4, 9, F32, True, 1.0, "sum", 0.0, 1.0),
     (4, 4, 12, F32, True, 0.0, "mean", 0.0, 60.0),
 ]
-LARGE = [(8192, 768, 50257, BF16), (8192, 4096, 128256, BF16), (8192, 768, 50257, F32)]
+LARGE = [(256, 128, 50257, F32, "any"), (8192, 768, 50257, F32, "gpu"), (8192, 768, 50257, BF16, "gpu"), (8192, 4096, 128256, BF16, "gpu")]
 
 
 def cases() -> list[Case]:
     return [*(_case(*row) for row in SMALL), _all_ignored(), _in_chunks(),
             *(Case(f"{rows:,} rows of {width:,}, {classes:,} classes, {str(dtype).removeprefix('torch.')}",
                    lambda draw, r=rows, w=width, c=classes, d=dtype: _inputs(draw, r, w, c, d, False, 0.0, "mean", 0.0, 1.0),
-                   dtype, ("x", "weight"), terms=width, bench=True) for rows, width, classes, dtype in LARGE)]
+                   dtype, ("x", "weight"), terms=width, bench=bench) for rows, width, classes, dtype, bench in LARGE)]
 
 
 def _case(rows: int, width: int, classes: int, dtype: torch.dtype, bias: bool, ignored: float, reduction: str, smoothing: float, scale: float) -> Case:

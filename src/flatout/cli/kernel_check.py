@@ -1,0 +1,166 @@
+"""`flatout kernel check`: the gate of each kernel in a child of its own, started again after a check that ended it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flatout.cli.arguments import Duration
+from flatout.kernels import NAMES
+from flatout.launch.compiler import Ended, emulate, nvcc, run_child
+from flatout.measure.clock import seconds
+from flatout.plan.errors import UsageError
+
+NOTHING = 10**9  # a number after which no check comes: the child only says what there is
+OK, FAILED, NOT_RUN = "ok", "failed", "not run"
+MARK = {OK: "ok     ", FAILED: "FAILED ", NOT_RUN: "not run"}
+COLOUR = {OK: "green", FAILED: "red", NOT_RUN: "yellow"}
+TARGETS = ("sm_80", "sm_90a")
+
+
+@dataclass
+class Gate:
+    """What the children have written about one kernel."""
+
+    subject: str
+    title: str = ""
+    names: list[str] = field(default_factory=list)
+    sources: list[tuple[str, str]] = field(default_factory=list)
+    outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    last_begun: int = -1
+    ended: bool = False
+
+    def read(self, records: Path) -> None:
+        for line in records.read_text(encoding="utf-8").splitlines() if records.is_file() else ():
+            record = json.loads(line)
+            if "refused" in record:
+                raise UsageError(record["refused"])
+            if "kernel" in record:
+                self.title, self.names, self.sources = record["kernel"], record["checks"], record["sources"]
+            elif "begins" in record:
+                self.last_begun = record["begins"]
+            elif "at" in record:
+                self.outcomes[record["name"]] = (record["status"], record["why"])
+            else:
+                self.ended = True
+
+    def count(self, status: str) -> int:
+        return sum(1 for found, _ in self.outcomes.values() if found == status)
+
+
+def check_all(subjects: Sequence[str], limit: str, quiet: bool) -> int:
+    """Checks every subject and prints what came out; 1 where something failed."""
+    limit_s = float(Duration().convert(limit, None, None))
+    failed = 0
+    for subject in subjects or NAMES:
+        gate = check(subject, limit_s)
+        show(gate, quiet)
+        failed += gate.count(FAILED)
+    return 1 if failed else 0
+
+
+def check(subject: str, limit_s: float) -> Gate:
+    """The gate of one kernel. Raises UsageError for a subject that is none."""
+    gate, until = Gate(subject), seconds() + limit_s
+    with tempfile.TemporaryDirectory(prefix="flatout-kernel-") as place:
+        folder = Path(place)
+        records = folder / "records"
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        if not _has_gpu():
+            environment |= {"TRITON_INTERPRET": "1", "FLATOUT_EMULATED": str(folder)}
+        ended = _child(subject, folder / "list", NOTHING, environment, until)
+        gate.read(folder / "list")
+        if not gate.ended:
+            raise UsageError(f"{subject} cannot be read: {_how(ended, limit_s)}. {_tail(ended)}")
+        gate.ended = False
+        if "FLATOUT_EMULATED" in environment:
+            for path, name in gate.sources:
+                if why := _emulate(Path(path), folder / name):
+                    gate.outcomes[f"{Path(path).name} emulated"] = (FAILED if "compile" in why and "no C++" not in why else NOT_RUN, why)
+        while not gate.ended and gate.last_begun < len(gate.names) - 1:
+            before = gate.last_begun
+            ended = _child(subject, records, gate.last_begun, environment, until)
+            gate.read(records)
+            if gate.ended:
+                break
+            if gate.last_begun == before:  # it died before its next check
+                gate.last_begun += 1
+            gate.outcomes[gate.names[gate.last_begun]] = (FAILED, f"{_how(ended, limit_s)}. {_tail(ended)}")
+            if ended.timed_out:
+                for name in gate.names[gate.last_begun + 1:]:
+                    gate.outcomes[name] = (NOT_RUN, "the time limit had passed")
+                break
+        _with_nvcc(gate)
+        if _has_gpu():
+            _sanitized(gate, folder, environment, until)
+    return gate
+
+
+def show(gate: Gate, quiet: bool) -> None:
+    click.secho(gate.title, bold=True)
+    width = max((len(name) for name in gate.outcomes), default=0)
+    for name, (status, why) in gate.outcomes.items():
+        if not quiet or status != OK:
+            click.echo(f"  {click.style(MARK[status], fg=COLOUR[status])}  {name:{width}}  {why}".rstrip())
+    click.echo(f"  {gate.count(OK)} ok, {gate.count(FAILED)} failed, {gate.count(NOT_RUN)} not run\n")
+
+
+def _child(subject: str, records: Path, after: int, environment: dict[str, str], until: float, prefix: Sequence[str] = ()) -> Ended:
+    return run_child([*prefix, sys.executable, "-m", "flatout.kernels", subject, str(records), str(after)], environment, max(until - seconds(), 1.0))
+
+
+def _has_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        raise UsageError("torch cannot be imported here, and kernels need it. Install flatout into the environment of your program.") from None
+    return bool(torch.cuda.is_available())
+
+
+def _emulate(source: Path, library: Path) -> str:
+    from flatout.kernels.cuda import CudaSource
+
+    return emulate(source, library, CudaSource(source).kernels())
+
+
+def _how(ended: Ended, limit_s: float) -> str:
+    if ended.timed_out:
+        return f"it had not ended after {limit_s:.0f} s and was stopped; `--limit` gives it longer"
+    if ended.signal_name == "SIGSEGV":
+        return "it touched memory that is not its own (SIGSEGV)"
+    return f"it ended the process ({ended.signal_name or f'exit code {ended.code}'})"
+
+
+def _tail(ended: Ended) -> str:
+    return " ".join(ended.output.split())[-300:]
+
+
+def _with_nvcc(gate: Gate) -> None:
+    """Where NVRTC could not compile (a CPU build of torch), nvcc may."""
+    for path, _ in gate.sources:
+        for target in TARGETS:
+            name = f"{Path(path).name} compiles for {target}"
+            if gate.outcomes.get(name, (OK, ""))[0] == NOT_RUN and (why := nvcc(Path(path), target)) is not None:
+                gate.outcomes[name] = (FAILED, why) if why else (OK, "nvcc")
+
+
+def _sanitized(gate: Gate, folder: Path, environment: dict[str, str], until: float) -> None:
+    """The memory checks once more, under compute-sanitizer; torch's caching allocator would hide what is out of bounds."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        return
+    prefix = (tool, "--tool", "memcheck", "--error-exitcode", "99", "--target-processes", "all")
+    found = Gate(gate.subject)
+    ended = _child(gate.subject, folder / "sanitized", -1, {**environment, "FLATOUT_SANITIZED": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, until, prefix)
+    found.read(folder / "sanitized")
+    wrong: dict[str, Any] = {} if ended.code == 0 else dict.fromkeys(found.names, (FAILED, f"compute-sanitizer: {_tail(ended)}"))
+    gate.outcomes |= {**{name: outcome for name, outcome in found.outcomes.items() if name in gate.outcomes}, **wrong}
