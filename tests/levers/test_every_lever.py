@@ -33,7 +33,7 @@ VALUES = {
     "allocator": [True], "malloc": ["tcmalloc", "glibc"], "threads": [1], "gc_pause": [True], "debug_off": [True],
     "loader": [{"workers": 1}, {"workers": 0}, {"workers": 2, "pin": True, "prefetch": 4}], "tf32": [True], "cudnn_benchmark": [True],
     "reduced_precision": [True], "channels_last": [True], "autocast": ["bfloat16", "float16"],
-    "compile": ["default", "reduce-overhead", "max-autotune-no-cudagraphs"], "fused_optimizer": ["fused", "foreach"],
+    "compile": ["default", "reduce-overhead", "max-autotune-no-cudagraphs"], "fused_ops": [True], "fused_optimizer": ["fused", "foreach"],
 }
 BY_NAME = {lever.name: lever for lever in TABLE}
 IN_PROCESS = [lever for lever in TABLE if lever.moment is not Moment.PROCESS]

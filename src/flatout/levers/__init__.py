@@ -12,6 +12,7 @@ from flatout.levers.compile import LEVER as compile_
 from flatout.levers.cudnn_benchmark import LEVER as cudnn_benchmark
 from flatout.levers.debug_off import LEVER as debug_off
 from flatout.levers.device_prefetch import LEVER as device_prefetch
+from flatout.levers.fused_ops import LEVER as fused_ops
 from flatout.levers.fused_optimizer import LEVER as fused_optimizer
 from flatout.levers.gc_pause import LEVER as gc_pause
 from flatout.levers.loader import LEVER as loader
@@ -39,5 +40,6 @@ TABLE: tuple[Lever, ...] = (
     channels_last,
     autocast,
     compile_,
+    fused_ops,
     fused_optimizer,
 )

@@ -1,0 +1,259 @@
+"""Logits that are not computed until somebody looks: so that the loss can be taken without them, in a model that is not touched.
+
+``linear(x, weight, bias)`` gives a tensor without memory that knows how it would be made. Views of its leading axes, slices, copies and
+casts are such tensors again. ``F.cross_entropy`` of one becomes ``linear_cross_entropy`` of x, weight and bias. Everything else that
+meets it computes the logits, once, and goes on with them: an argmax for the accuracy, a print, an operation in place, a
+gradient that arrives from elsewhere. So what a program sees is what it would have seen.
+
+Two things need care. Logits may be looked at after the optimizer has changed the weight: ``before_step`` keeps a copy of the weight for
+those that are alive then and were never computed. And a hook on the logits must see their gradient, so with one there is no shortcut.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flatout.kernels.linear_cross_entropy.op import REDUCTIONS, linear_cross_entropy
+
+aten = torch.ops.aten
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default, aten.slice.Tensor, aten.select.int}
+COPIES = {aten.clone.default, aten._to_copy.default}
+_alive: weakref.WeakSet[Origin] = weakref.WeakSet()
+
+
+class Origin:
+    """Where the values of some deferred tensors come from: a linear layer, or a copy of another deferred tensor."""
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, copied: tuple[Deferred, Any] | None = None) -> None:
+        self.x, self.weight, self.bias, self.copied = x, weight, bias, copied
+        self.versions = self._versions()
+        self.kept: tuple[Tensor, Tensor | None] | None = None
+        self.values: Tensor | None = None
+        self.watched = False
+        self.copies: weakref.WeakSet[Origin] = weakref.WeakSet()
+        _alive.add(self)
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(tensor._version for tensor in (self.x, self.weight, self.bias) if tensor is not None)
+
+    @property
+    def unchanged(self) -> bool:
+        return self.kept is None and self._versions() == self.versions
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody has looked at these values, or at those that they are a copy of, and nobody waits for their gradient."""
+        return self.values is None and not self.watched and (self.copied is None or self.copied[0].origin.untouched)
+
+    def compute(self) -> Tensor:
+        """The values, without a gradient: the very product that the layer would have made."""
+        if self.values is not None:
+            return self.values
+        if self.copied is not None:
+            source, change = self.copied
+            self.values = change(source.compute())
+            self.copied = None
+            return self._computed()
+        if self.kept is None and not self.unchanged:
+            raise RuntimeError("these logits are looked at after the weights that make them were changed outside of an optimizer, "
+                               "and fused_ops had not computed them: run without fused_ops.")
+        weight, bias = self.kept or (self.weight, self.bias)
+        with torch.no_grad(), torch.autocast(self.x.device.type, enabled=False):
+            self.values = F.linear(self.x.detach(), weight.detach(), None if bias is None else bias.detach())
+        return self._computed()
+
+    def _computed(self) -> Tensor:
+        """Lets go of the graph and of the weights."""
+        assert self.values is not None
+        self.kept, self.x, self.weight, self.bias = None, self.x.detach(), self.weight.detach(), None
+        return self.values
+
+
+class Deferred(torch.Tensor):
+    """A tensor [..., V] that has a shape, a type and a place in the graph, and no values yet."""
+
+    origin: Origin
+    steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]  # views, from the origin's values to this tensor's
+
+    @staticmethod
+    def __new__(cls: type[Deferred], origin: Origin, steps: Any, like: Tensor) -> Deferred:
+        """``like`` has no memory either: a meta tensor of the shape, strides and type."""
+        made: Deferred = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=origin.x.device)  # type: ignore[attr-defined]
+        made.origin, made.steps = origin, steps
+        return made
+
+    def compute(self) -> Tensor:
+        values = self.origin.compute()
+        for function, args, kwargs in self.steps:
+            values = function(values, *args, **kwargs)
+        return values
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(plain(self))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.cross_entropy:
+            loss = _loss_without_logits(*args, **kwargs)
+            if loss is not None:
+                return loss
+        elif function in WATCHES:
+            args[0].origin.watched = True
+        elif function in NEEDS_MEMORY:
+            args = tuple(plain(each) if isinstance(each, Deferred) else each for each in args)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Deferred) and (made := _still_deferred(function, first, args[1:], kwargs)) is not None:
+            return made
+        changes = function._schema.is_mutable
+        if changes and isinstance(first, Deferred):
+            for copy in list(first.origin.copies):
+                copy.compute()  # what was copied before the change must not see it
+        result = function(*torch.utils._pytree.tree_map_only(Deferred, Deferred.compute, tuple(args)),
+                          **torch.utils._pytree.tree_map_only(Deferred, Deferred.compute, kwargs))
+        return first if changes and isinstance(first, Deferred) and isinstance(result, Tensor) else result
+
+
+NEEDS_MEMORY = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.untyped_storage, torch.Tensor.__array__,
+                torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.__dlpack__, torch.Tensor.__format__, torch.Tensor.share_memory_,
+                torch.Tensor.pin_memory, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+WATCHES = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+
+
+class _Linear(torch.autograd.Function):
+    """The node of the layer in the graph: gradients that reach the logits by any other way than the loss go through it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, origin: Origin) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return Deferred(origin, (), x.new_empty((*x.shape[:-1], weight.shape[0]), device="meta"))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        of_x = gradient @ weight if ctx.needs_input_grad[0] else None
+        of_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, flat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None, None
+
+
+class _Values(torch.autograd.Function):
+    """A deferred tensor as an ordinary one, in the same place of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: Tensor) -> Tensor:
+        assert isinstance(deferred, Deferred)
+        return deferred.compute().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear(x, weight, bias) whose values wait. x [..., D], ordinary tensors all; under autocast the product is autocast's."""
+    if torch._C._are_functorch_transforms_active():  # per-sample gradients and the like see through tensors to other ones
+        return F.linear(x, weight, bias)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        lower = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(lower), weight.to(lower), None if bias is None else bias.to(lower)
+    result: Tensor = _Linear.apply(x, weight, bias, Origin(x, weight, bias))
+    return result
+
+
+def plain(deferred: Tensor) -> Tensor:
+    """An ordinary tensor with the same values, in the same place of the graph."""
+    if not isinstance(deferred, Deferred):
+        return deferred
+    if torch.is_grad_enabled() and deferred.requires_grad:
+        result: Tensor = _Values.apply(deferred)
+        return result
+    return deferred.compute()
+
+
+def before_step() -> None:
+    """Weights are about to change: keep them for the logits that are alive and may still be looked at. One copy a weight.
+
+    Logits that are alive at a second step are being collected, so they are computed, and their weight let go.
+    """
+    kept: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
+    for origin in list(_alive):
+        if origin.values is not None:
+            _alive.discard(origin)
+        elif origin.kept is not None:
+            origin.compute()
+        elif origin.copied is None and origin.unchanged:
+            key = (id(origin.weight), id(origin.bias))
+            if key not in kept:
+                kept[key] = (origin.weight.detach().clone(), None if origin.bias is None else origin.bias.detach().clone())
+            origin.kept = kept[key]
+
+
+def _still_deferred(function: Any, deferred: Deferred, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Deferred | None:
+    """The result of an operation that leaves the last axis alone, without computing anything; None for all others."""
+    if function not in VIEWS and function not in COPIES:
+        return None
+    if function is aten._to_copy.default and torch.device(kwargs.get("device") or deferred.device) != deferred.device:
+        return None
+    like = torch.empty_strided(deferred.shape, deferred.stride(), dtype=deferred.dtype, device="meta")
+    if function in COPIES:
+        # A copy of what has been computed already is an ordinary copy.
+        if not deferred.origin.untouched:
+            return None
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+        source = deferred.origin
+        origin = Origin(source.x, source.weight, source.bias, (deferred, lambda values: function(values, *args, **kwargs)))
+        source.copies.add(origin)
+        return Deferred(origin, (), function(like, *args, **kwargs))
+    made = function(like, *args, **kwargs)
+    last = deferred.dim() - 1
+    if made.dim() == 0 or made.shape[-1] != deferred.shape[-1] or (function in (aten.slice.Tensor, aten.select.int) and (args[0] if args else 0) % (last + 1) == last):
+        return None
+    return Deferred(deferred.origin, (*deferred.steps, (function, args, kwargs)), made)
+
+
+def _rows(deferred: Deferred) -> Tensor:
+    """x at the rows of this tensor, attached to the graph: the same views, on [..., D] in place of [..., V]."""
+    copied = deferred.origin.copied
+    rows = deferred.origin.x if copied is None else _rows(copied[0])
+    width = rows.shape[-1]
+    for function, args, kwargs in deferred.steps:
+        if function in (aten.slice.Tensor, aten.select.int):
+            rows = function(rows, *args, **kwargs)
+        elif function in (aten.view.default, aten._unsafe_view.default):
+            rows = rows.reshape(*args[0][:-1], width)
+    return rows
+
+
+def _loss_without_logits(input: Any = None, target: Any = None, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
+                         reduction: str = "mean", label_smoothing: float = 0.0) -> Tensor | None:
+    """F.cross_entropy where it can be had without the logits; None where it cannot. Parameters as those of F.cross_entropy."""
+    if not isinstance(input, Deferred) or not (torch.is_grad_enabled() and input.requires_grad) or isinstance(target, Deferred):
+        return None
+    origin = input.origin
+    if weight is not None or size_average is not None or reduce is not None or reduction not in REDUCTIONS or input.dim() != 2:
+        return None
+    if target.dtype is not torch.int64 or target.dim() != 1 or len(target) != len(input) or not origin.untouched or not origin.unchanged:
+        return None
+    device = input.device.type
+    dtype = torch.float32 if torch.is_autocast_enabled(device) and input.dtype is not torch.float64 else input.dtype
+    with torch.autocast(device, enabled=False):
+        loss = linear_cross_entropy(_rows(input), origin.weight, target, origin.bias, ignore_index, reduction, label_smoothing)
+    COUNT[0] += 1
+    return loss.to(dtype)
+
+
+COUNT = [0]  # losses that were taken without logits in this process
