@@ -1,0 +1,39 @@
+"""`flatout kernel new`: a folder with a kernel that works, to be changed into one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+import flatout.kernels
+from flatout.plan.errors import StorageError, UsageError
+
+TEMPLATE = Path(flatout.kernels.__file__).parent / "template"
+EXAMPLE = "silu_mul"
+LEFT_OUT = {"triton": ("in_cuda.py", "kernel.cu"), "cuda": ("in_triton.py",), "both": ()}
+OTHER = {"triton": "cuda", "cuda": "triton"}  # lines of Python that are about the other one are left out as well
+
+
+def write(name: str, way: str) -> None:
+    """Writes the folder ``name`` here. Raises UsageError for a name that Python cannot import, StorageError where it exists."""
+    folder = Path(name)
+    stem = folder.name
+    if not stem.isidentifier() or stem != stem.lower() or stem in ("torch", "triton", "flatout", "aten"):
+        raise UsageError(f"{stem!r} cannot be a kernel's name: it becomes a Python package and an operator. Use small letters, digits and _, as in `my_kernel`.")
+    if folder.exists():
+        raise StorageError(f"{name} exists already. Choose another name, or remove it first.")
+    try:
+        folder.mkdir(parents=True)
+        for source in sorted(TEMPLATE.iterdir()):
+            if source.is_file() and source.suffix in (".py", ".cu") and source.name not in LEFT_OUT[way]:
+                text = source.read_text(encoding="utf-8")
+                if source.suffix == ".py" and way in OTHER:
+                    about = (f'"{OTHER[way]}"', f"in_{OTHER[way]}", f"# of {OTHER[way]}")
+                    text = "".join(line for line in text.splitlines(keepends=True) if not any(mark in line for mark in about))
+                (folder / source.name.replace(EXAMPLE, stem)).write_text(text.replace(EXAMPLE, stem), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{name} cannot be written: {error.strerror}. Choose another folder.") from None
+    click.echo(f"{name}: a working kernel (silu(a) * b) with reference, cases and known-wrong variants. Change it into yours, and try it:\n"
+               f"    flatout kernel check {name}\n    flatout kernel bench {name}\n    python -m pytest {name}")
+
