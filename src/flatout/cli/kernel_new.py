@@ -20,7 +20,7 @@ def write(name: str, way: str) -> None:
     folder = Path(name)
     stem = folder.name
     if not stem.isidentifier() or stem != stem.lower() or stem in ("torch", "triton", "flatout", "aten"):
-        raise UsageError(f"{stem!r} cannot be a kernel's name: it becomes a Python package and an operator. Use small letters, digits and _, as in `my_kernel`.")
+        raise UsageError(f"{stem!r} cannot be a kernel's name: it becomes a Python package. Use small letters, digits and _, as in `my_kernel`.")
     if folder.exists():
         raise StorageError(f"{name} exists already. Choose another name, or remove it first.")
     try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flatout.kernels.kernel import Kernel
 
-NAMES = ("layer_norm", "rms_norm", "linear_cross_entropy", "augment")
+NAMES = ("layer_norm", "rms_norm", "linear_cross_entropy", "augment", "adamw")
 
 
 def load(name: str) -> Kernel:

@@ -35,8 +35,8 @@ def fenced(tensor: torch.Tensor, at_end: bool = True) -> torch.Tensor:
     flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=extent, offset=pages - size if at_end else PAGE)
     if _libc.mprotect(ctypes.c_void_p(address + forbidden), ctypes.c_size_t(PAGE), 0):
         raise OSError(ctypes.get_errno(), "mprotect")
-    copy = torch.as_strided(flat, tensor.shape, tensor.stride())
-    return copy.copy_(tensor.detach())
+    flat.copy_(tensor.detach().as_strided((extent,), (1,)))  # with what lies between the elements
+    return flat.as_strided(tensor.shape, tensor.stride(), 0)
 
 
 class Fenced(TorchDispatchMode):

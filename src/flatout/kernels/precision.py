@@ -6,7 +6,8 @@ probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019). So
 
     |got - float64|  <=  ulps * u(dtype) * |float64|  +  (inside * u(dtype) + SLACK * u(sums) * (1 + sqrt(terms))) * max |float64|
 
-where ``inside`` counts the values inside the formula that are rounded to the storage type before they go on, with u the unit roundoff. Nothing is scaled by hand for a kernel that happens to be worse.
+where ``inside`` counts the values inside the formula that are rounded to the storage type before they go on, and u is the unit
+roundoff. Nothing is scaled by hand for a kernel that happens to be worse.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from flatout.kernels import NAMES, load
 from flatout.kernels.kernel import Implementation, Kernel
@@ -42,8 +43,9 @@ def _of_function(module: ModuleType, path: Path, name: str) -> Kernel:
         there = sorted(each for each, value in vars(module).items() if callable(value) and not each.startswith("_")
                        and getattr(value, "__module__", "") == module.__name__)
         raise SubjectError(f"{path} has no function {name!r}. It has {', '.join(there) or 'none'}.")
-    parts = {}
-    for part, what in (("reference", "the same in plain torch, with the same arguments"), ("cases", "a function that gives a list of flatout.kernels.kernel.Case")):
+    parts: dict[str, Any] = {}
+    for part, what in (("reference", "the same in plain torch, with the same arguments"),
+                       ("cases", "a function that gives a list of flatout.kernels.kernel.Case")):
         parts[part] = getattr(module, f"{name}_{part}", None) or getattr(module, part, None)
         if not callable(parts[part]):
             raise SubjectError(f"{path} has no {part} for {name!r}. Add `{name}_{part}`: {what}. `flatout kernel new NAME` writes an example.")

@@ -24,7 +24,7 @@ def cases() -> list[Case]:
 
 
 def _case(row: Sequence, bench: str = "") -> Case:
-    batch, channels, height, width, crop, padding, fill, dtype, layout, channels_last = row
+    batch, channels, height, width, crop, padding, _, dtype, layout, channels_last = row
     title = f"{batch} of {channels}x{height}x{width} ({layout}) to {crop[0]}x{crop[1]}, padding {padding}, {str(dtype).removeprefix('torch.')}"
     return Case(title + (", channels last" if channels_last else ""), lambda draw: _inputs(draw, *row), dtype, bench=bench)
 
@@ -32,7 +32,8 @@ def _case(row: Sequence, bench: str = "") -> Case:
 def _inputs(draw: torch.Generator, batch: int, channels: int, height: int, width: int, crop: tuple[int, int], padding: int, fill: int, dtype: torch.dtype,
             layout: str, channels_last: bool) -> Inputs:
     shape = (batch, height, width, channels) if layout == "hwc" else (batch, channels, height, width)
-    return {"images": torch.randint(256, shape, generator=draw, dtype=torch.uint8), "top": torch.randint(height + 2 * padding - crop[0] + 1, (batch,), generator=draw),
+    return {"images": torch.randint(256, shape, generator=draw, dtype=torch.uint8),
+            "top": torch.randint(height + 2 * padding - crop[0] + 1, (batch,), generator=draw),
             "left": torch.randint(width + 2 * padding - crop[1] + 1, (batch,), generator=draw), "flip": torch.rand(batch, generator=draw) < 0.5,
             "size": list(crop), "mean": torch.rand(channels, generator=draw), "std": 0.2 + 0.1 * torch.rand(channels, generator=draw),
             "padding": padding, "fill": fill, "dtype": dtype, "layout": layout, "channels_last": channels_last}

@@ -25,18 +25,15 @@ def _augment(images, top, left, flip, table, out, H, W, C, h, w, padding, fill, 
     y = pixel // w + tl.load(top + image) - padding
     x = j + tl.load(left + image) - padding
     held = inside & (y >= 0) & (y < H) & (x >= 0) & (x < W)
-    if HWC:
-        source = (y * W + x) * C + c
-    else:
-        source = (c * H + y) * W + x
+    source = (y * W + x) * C + c if HWC else (c * H + y) * W + x
     byte = tl.load(images + image * (C * H * W) + source, mask=held, other=0).to(tl.int32)
     byte = tl.where(held, byte, fill)
     value = tl.load(table + c * 256 + byte, mask=inside, other=0.0)
     tl.store(out + image * (C * h * w) + at, value.to(out.dtype.element_ty), mask=inside)
 
 
-def augment(images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, flip: torch.Tensor, table: torch.Tensor, out: torch.Tensor, source: tuple[int, int, int],
-            size: tuple[int, int], padding: int, fill: int, hwc: bool, channels_last: bool) -> None:
+def augment(images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, flip: torch.Tensor, table: torch.Tensor, out: torch.Tensor,
+            source: tuple[int, int, int], size: tuple[int, int], padding: int, fill: int, hwc: bool, channels_last: bool) -> None:
     """Fills ``out`` in its own memory order. ``source`` is (C, H, W) of the images, table [C, 256]."""
     channels, height, width = source
     blocks = triton.cdiv(channels * size[0] * size[1], BLOCK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +78,7 @@ def _table(mean: Tensor, std: Tensor) -> Tensor:
 def _plain(images: Tensor, top: Tensor, left: Tensor, flip: Tensor, shape: tuple[int, int, int, int], mean: Tensor, std: Tensor, padding: int, fill: int,
            dtype: torch.dtype, hwc: bool, channels_last: bool) -> Tensor:
     """The crops are bytes still, and gathered in the order of the output; arithmetic is done once, in place, over the whole batch."""
-    batch, channels, height, width = shape
+    batch, _, height, width = shape
     seen = images.permute(0, 3, 1, 2) if hwc else images
     far = max([padding, *(int(part) for part in _beyond(top, left, shape, seen, padding))]) if batch else 0
     layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -107,4 +108,4 @@ def _(images, top, left, flip, size, mean, std, padding, fill, dtype, layout, ch
                        memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
 
-OPERATORS = {"flatout::augment": forward}
+OPERATORS: dict[str, Any] = {"flatout::augment": forward}

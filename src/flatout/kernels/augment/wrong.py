@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.kernels.augment.reference import augment as reference
+from flatout.kernels.augment import reference as module
+
+reference: Any = module.augment
 
 
 def times_the_reciprocal(images: Tensor, *args: Any, mean: Tensor, std: Tensor, **more: Any) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from flatout.kernels.kernel import Case, Inputs
@@ -18,10 +20,11 @@ LARGE = [((8192,), 1024, BF16, "gpu"), ((8192,), 4096, BF16, "gpu"), ((4096,), 1
 
 def cases(centre: bool) -> list[Case]:
     small = [_case(centre, *row) for row in SMALL]
-    strided = Case("every second column of a wider tensor", lambda draw: _inputs(draw, centre, (4,), 20, F32, True, True, 0.0, 1e-5, step=2), F32,
+    strided = Case("every second column of a wider tensor", partial(_inputs, centre=centre, shape=(4,), width=20, dtype=F32, residual=True, step=2), F32,
                    _wanted(centre, True, True), terms=20)
-    large = [Case(f"{shape[0]:,} rows of {width:,}, {_word(dtype)}", lambda draw, s=shape, w=width, d=dtype: _inputs(draw, centre, s, w, d, True, True, 0.0, 1e-5),
-                  dtype, _wanted(centre, True, True), terms=width, bench=bench) for shape, width, dtype, bench in LARGE]
+    large = [Case(f"{shape[0]:,} rows of {width:,}, {_word(dtype)}", partial(_inputs, centre=centre, shape=shape, width=width, dtype=dtype, residual=True),
+                  dtype, _wanted(centre, True, True), terms=width, bench=bench)
+             for shape, width, dtype, bench in LARGE]
     return [*small, strided, *large]
 
 
@@ -30,13 +33,14 @@ def _case(centre: bool, shape: tuple[int, ...], width: int, dtype: torch.dtype, 
     rows = 1
     for size in shape:
         rows *= size
-    return Case(title + (f", mean {offset:g}" if offset else ""), lambda draw: _inputs(draw, centre, shape, width, dtype, residual, affine, offset, eps), dtype,
+    return Case(title + (f", mean {offset:g}" if offset else ""),
+                partial(_inputs, centre=centre, shape=shape, width=width, dtype=dtype, residual=residual, affine=affine, offset=offset, eps=eps), dtype,
                 # A mean far from zero costs the digits that it shares with every element.
                 _wanted(centre, residual, affine), terms=max(rows, width) * (1 + int(offset**2)), inside=2.0 if residual and dtype is not F32 else 0.0)
 
 
-def _inputs(draw: torch.Generator, centre: bool, shape: tuple[int, ...], width: int, dtype: torch.dtype, residual: bool, affine: bool, offset: float,
-            eps: float, step: int = 1) -> Inputs:
+def _inputs(draw: torch.Generator, centre: bool, shape: tuple[int, ...], width: int, dtype: torch.dtype, residual: bool, affine: bool = True,
+            offset: float = 0.0, eps: float = 1e-5, step: int = 1) -> Inputs:
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=draw).to(dtype)
 

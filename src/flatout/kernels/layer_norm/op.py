@@ -168,4 +168,4 @@ def _gradient(ctx: Any, dy: Any, dh: Any, *_: Any) -> Any:
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)
-OPERATORS = {"flatout::layer_norm": forward, "flatout::layer_norm_backward": backward}
+OPERATORS: dict[str, Any] = {"flatout::layer_norm": forward, "flatout::layer_norm_backward": backward}

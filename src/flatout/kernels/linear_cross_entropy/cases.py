@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from flatout.kernels.kernel import Case, Inputs
@@ -20,7 +22,7 @@ LARGE = [(256, 128, 50257, F32, "any"), (8192, 768, 50257, F32, "gpu"), (8192, 7
 def cases() -> list[Case]:
     return [*(_case(*row) for row in SMALL), _all_ignored(), _in_chunks(),
             *(Case(f"{rows:,} rows of {width:,}, {classes:,} classes, {str(dtype).removeprefix('torch.')}",
-                   lambda draw, r=rows, w=width, c=classes, d=dtype: _inputs(draw, r, w, c, d, False, 0.0, "mean", 0.0, 1.0),
+                   partial(_inputs, rows=rows, width=width, classes=classes, dtype=dtype),
                    dtype, ("x", "weight"), terms=width, bench=bench) for rows, width, classes, dtype, bench in LARGE)]
 
 
@@ -28,22 +30,24 @@ def _case(rows: int, width: int, classes: int, dtype: torch.dtype, bias: bool, i
     title = f"{rows} rows of {width}, {classes} classes, {str(dtype).removeprefix('torch.')}, {reduction}" + (f", smoothing {smoothing:g}" if smoothing else "")
     title += f", {100 * ignored:.0f} % ignored" if ignored else ""
     # exp() carries the error of a logit over, so logits of 60 lose as many digits as 60 has.
-    return Case(title, lambda draw: _inputs(draw, rows, width, classes, dtype, bias, ignored, reduction, smoothing, scale), dtype,
+    return Case(title, partial(_inputs, rows=rows, width=width, classes=classes, dtype=dtype, bias=bias, ignored=ignored, reduction=reduction,
+                               smoothing=smoothing, scale=scale), dtype,
                 ("x", "weight", *(("bias",) if bias else ())), terms=int((width + rows) * (1 + scale**2)), inside=0.0 if dtype is F32 else 8.0)
 
 
 def _all_ignored() -> Case:
-    return Case("every target ignored, mean", lambda draw: _inputs(draw, 3, 4, 9, F32, True, 1.0, "mean", 0.0, 1.0), F32, ("x", "weight", "bias"), terms=8)
+    return Case("every target ignored, mean", partial(_inputs, rows=3, width=4, classes=9, dtype=F32, bias=True, ignored=1.0), F32,
+                ("x", "weight", "bias"), terms=8)
 
 
 def _in_chunks() -> Case:
     """More rows than one chunk takes: 20 x 14,000 logits are 1.1 MB."""
-    return Case("20 rows of 3, 14,000 classes, float32, in chunks", lambda draw: _inputs(draw, 20, 3, 14_000, F32, False, 0.1, "mean", 0.0, 1.0), F32,
+    return Case("20 rows of 3, 14,000 classes, float32, in chunks", partial(_inputs, rows=20, width=3, classes=14_000, dtype=F32, ignored=0.1), F32,
                 ("x", "weight"), terms=14_000)
 
 
-def _inputs(draw: torch.Generator, rows: int, width: int, classes: int, dtype: torch.dtype, bias: bool, ignored: float, reduction: str, smoothing: float,
-            scale: float) -> Inputs:
+def _inputs(draw: torch.Generator, rows: int, width: int, classes: int, dtype: torch.dtype, bias: bool = False, ignored: float = 0.0,
+            reduction: str = "mean", smoothing: float = 0.0, scale: float = 1.0) -> Inputs:
     target = torch.randint(classes, (rows,), generator=draw)
     target[torch.rand(rows, generator=draw) < ignored] = -100
     return {"x": (scale * torch.randn(rows, width, generator=draw)).to(dtype), "weight": torch.randn(classes, width, generator=draw).to(dtype),

@@ -83,7 +83,7 @@ class Deferred(torch.Tensor):
     @staticmethod
     def __new__(cls: type[Deferred], origin: Origin, steps: Any, like: Tensor) -> Deferred:
         """``like`` has no memory either: a meta tensor of the shape, strides and type."""
-        made: Deferred = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=origin.x.device)  # type: ignore[attr-defined]
+        made: Deferred = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=origin.x.device)
         made.origin, made.steps = origin, steps
         return made
 
@@ -93,7 +93,7 @@ class Deferred(torch.Tensor):
             values = function(values, *args, **kwargs)
         return values
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:
         return repr(plain(self))
 
     @classmethod
@@ -127,7 +127,7 @@ class Deferred(torch.Tensor):
 
 NEEDS_MEMORY = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.untyped_storage, torch.Tensor.__array__,
                 torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.__dlpack__, torch.Tensor.__format__, torch.Tensor.share_memory_,
-                torch.Tensor.pin_memory, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+                torch.Tensor.pin_memory, torch.Tensor.data.__get__}
 WATCHES = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
@@ -141,7 +141,7 @@ class _Linear(torch.autograd.Function):
         return Deferred(origin, (), x.new_empty((*x.shape[:-1], weight.shape[0]), device="meta"))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
         of_x = gradient @ weight if ctx.needs_input_grad[0] else None
@@ -158,7 +158,7 @@ class _Values(torch.autograd.Function):
         return deferred.compute().clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 
@@ -220,7 +220,8 @@ def _still_deferred(function: Any, deferred: Deferred, args: tuple[Any, ...], kw
         return Deferred(origin, (), function(like, *args, **kwargs))
     made = function(like, *args, **kwargs)
     last = deferred.dim() - 1
-    if made.dim() == 0 or made.shape[-1] != deferred.shape[-1] or (function in (aten.slice.Tensor, aten.select.int) and (args[0] if args else 0) % (last + 1) == last):
+    cuts_last = function in (aten.slice.Tensor, aten.select.int) and (args[0] if args else 0) % (last + 1) == last
+    if cuts_last or made.dim() == 0 or made.shape[-1] != deferred.shape[-1]:
         return None
     return Deferred(deferred.origin, (*deferred.steps, (function, args, kwargs)), made)
 

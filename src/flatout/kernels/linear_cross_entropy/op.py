@@ -156,4 +156,4 @@ def _gradient(ctx: Any, of_loss: Tensor, *_: Any) -> Any:
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)
-OPERATORS = {"flatout::linear_cross_entropy": forward}
+OPERATORS: dict[str, Any] = {"flatout::linear_cross_entropy": forward}

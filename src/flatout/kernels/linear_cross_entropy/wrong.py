@@ -38,7 +38,7 @@ def no_maximum_taken_off(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor
 def last_chunk_left_out(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
                         label_smoothing: float = 0.0) -> Tensor:
     """Rows beyond the last full chunk of 16 do not give a gradient."""
-    keep = (torch.arange(len(x)) < len(x) // 16 * 16)[:, None] if len(x) > 16 else torch.ones(len(x), 1, dtype=torch.bool)
+    keep = (torch.arange(len(x), device=x.device) < max(len(x) // 16 * 16, min(len(x), 16)))[:, None]
     return reference(torch.where(keep, x, x.detach()), weight, target, bias, ignore_index, reduction, label_smoothing)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from flatout.kernels.kernel import Case, Inputs
@@ -13,11 +15,11 @@ LARGE = [((8192, 4096), torch.bfloat16, "gpu"), ((1024, 1024), torch.float32, "a
 
 
 def cases() -> list[Case]:
-    small = [Case(f"{shape}, {str(dtype).removeprefix('torch.')}, up to {3 * scale:g}", lambda draw, s=shape, d=dtype, c=scale: _inputs(draw, s, d, c), dtype,
-                  ("a", "b"), inside=2.0) for shape, dtype, scale in SMALL]
+    small = [Case(f"{shape}, {str(dtype).removeprefix('torch.')}, up to {3 * scale:g}", partial(_inputs, shape=shape, dtype=dtype, scale=scale),
+                  dtype, ("a", "b"), inside=2.0) for shape, dtype, scale in SMALL]
     strided = Case("a transposed input", lambda draw: {"a": torch.randn(6, 5, generator=draw).t(), "b": torch.randn(5, 6, generator=draw)},
                    torch.float32, ("a", "b"))
-    large = [Case(f"{shape}, {str(dtype).removeprefix('torch.')}", lambda draw, s=shape, d=dtype: _inputs(draw, s, d, 1.0), dtype, ("a", "b"), bench=bench)
+    large = [Case(f"{shape}, {str(dtype).removeprefix('torch.')}", partial(_inputs, shape=shape, dtype=dtype, scale=1.0), dtype, ("a", "b"), bench=bench)
              for shape, dtype, bench in LARGE]
     return [*small, strided, *large]
 

@@ -71,4 +71,4 @@ def _gradient(ctx: Any, g: Tensor) -> Any:
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)
-OPERATORS = {"silu_mul::forward": forward, "silu_mul::backward": backward}
+OPERATORS: dict[str, Any] = {"silu_mul::forward": forward, "silu_mul::backward": backward}

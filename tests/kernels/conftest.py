@@ -1,0 +1,51 @@
+"""The gates of all our kernels, once: one child for all of them, the emulator's libraries compiled two at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from flatout.kernels import NAMES
+from flatout.launch.compiler import emulate, run_child
+
+LIMIT_S = 200.0
+ALL = """
+import sys
+from pathlib import Path
+from flatout.kernels.__main__ import main
+for name in sys.argv[2:]:
+    main(name, Path(sys.argv[1]) / name, -1)
+"""
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory):
+    """The folder of the emulator's libraries, and what their compiler had against each."""
+    pytest.importorskip("torch")
+    from flatout.kernels import load
+
+    folder = tmp_path_factory.mktemp("emulated")
+    sources = {source.path: source for name in NAMES for source in load(name).sources}
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(lambda s: emulate(s.path, folder / s.emulated_name, s.kernels()), sources.values()))
+    return folder, dict(zip((s.parent.name for s in sources), said, strict=True))
+
+
+@pytest.fixture(scope="session")
+def gates(emulated, tmp_path_factory):
+    """By kernel: its checks' outcomes by name."""
+    records = tmp_path_factory.mktemp("records")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "FLATOUT_EMULATED": str(emulated[0]), "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = run_child([sys.executable, "-c", ALL, str(records), *NAMES], environment, LIMIT_S)
+    assert ended.code == 0, ended.output
+    found = {}
+    for name in NAMES:
+        lines = [json.loads(line) for line in (records / name).read_text().splitlines()]
+        assert lines[-1] == {"ended": True}
+        found[name] = {line["name"]: (line["status"], line["why"]) for line in lines if "name" in line}
+        assert list(found[name]) == lines[0]["checks"]
+    return found

@@ -1,0 +1,142 @@
+"""The gate itself: what it must refuse, shown by kernels with one fault each."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flatout.kernels.gate import checks, run  # noqa: E402
+from flatout.kernels.kernel import Case, Implementation, Kernel  # noqa: E402
+from flatout.kernels.subject import SubjectError, find  # noqa: E402
+
+
+def double(x):
+    return x * 2
+
+
+def make(draw):
+    return {"x": torch.randn(5, 7, generator=draw)}
+
+
+CASES = [Case("5x7", make, differentiate=("x",)), Case("strided", lambda draw: {"x": torch.randn(7, 6, generator=draw).t()[::2]}, differentiate=("x",))]
+GOOD = Kernel("double", "", double, (Implementation("double", double, dtypes=(torch.float32, torch.float64)),), lambda: CASES, {"half": lambda x: x * 0.5})
+
+
+def outcome(kernel, name):
+    found = {title: check for title, check in checks(kernel)}
+    return run(name, found[name])
+
+
+def with_call(call, **more):
+    return replace(GOOD, implementations=(replace(GOOD.implementations[0], call=call),), **more)
+
+
+def test_a_good_kernel_passes():
+    assert {run(name, check).status for name, check in checks(GOOD)} == {"ok"}
+
+
+class HalfGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+COUNT = itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("call", "check", "says"),
+    [
+        (lambda x: x * 2.00001, "values", "times the allowed error"),
+        (lambda x: (x * 2).reshape(-1), "values", "has shape"),
+        (lambda x: (x * 2, x), "values", "3 results where the reference has 2"),
+        (lambda x: x * 2 + torch.where(x > 2, torch.nan, 0.0), "values", "is nan"),
+        (HalfGradient.apply, "values", "gradient of x"),
+        (HalfGradient.apply, "gradcheck", "Jacobian mismatch"),
+        (lambda x: 1 / 0, "values", "it raised ZeroDivisionError"),
+        (lambda x: x * 2 + next(COUNT) * 1e-9, "the same twice", "differs between two calls"),
+    ],
+)
+def test_a_fault_is_seen(call, check, says):
+    found = outcome(with_call(call), f"double: {check}")
+    assert found.status == "failed"
+    assert says in found.why
+
+
+def test_near_is_not_enough_where_bits_are_promised():
+    near = with_call(lambda x: x * 2 + x * 1e-7, exact=True)
+    assert outcome(replace(near, exact=False), "double: values").status == "ok"
+    assert "its very bits" in outcome(near, "double: values").why
+
+
+def test_a_gate_that_lets_a_wrong_variant_pass_has_failed():
+    found = outcome(replace(GOOD, wrong={"same": double}), "rejects same")
+    assert found.status == "failed"
+    assert "add a case" in found.why
+    raising = outcome(replace(GOOD, wrong={"raises": lambda x: 1 / 0}), "rejects raises")
+    assert raising.status == "failed"  # an exception shows nothing about the bounds
+
+
+def test_no_wrong_variant_is_said():
+    assert outcome(replace(GOOD, wrong={}), "rejects wrong variants").status == "not run"
+
+
+def test_what_is_registered_wrongly_is_seen():
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    operator = torch.library.custom_op("flatout_test::double", function, mutates_args=())
+    operator.register_fake(lambda x: x.new_empty(3))
+    kernel = with_call(operator, operators={"flatout_test::double": function})
+    plain = [replace(case, differentiate=()) for case in CASES]
+    found = outcome(replace(kernel, cases=lambda: plain), "opcheck flatout_test::double")
+    assert found.status == "failed"
+    assert "FakeTensor" in found.why or "fake" in found.why
+    unused = outcome(replace(GOOD, operators={"flatout_test::double": function}), "opcheck flatout_test::double")
+    assert "no case calls" in unused.why
+
+
+# -- naming what is to be checked -----------------------------------------------------------------------------------
+
+
+def test_a_function_beside_its_reference(tmp_path):
+    path = tmp_path / "mine_to_check.py"
+    path.write_text("import torch\nfrom flatout.kernels.kernel import Case\n\ndef twice(x):\n    '''Doubles.'''\n    return x + x\n\ndef twice_reference(x):\n    return 2 * x\n\n"
+                    "def twice_cases():\n    return [Case('five', lambda draw: {'x': torch.randn(5, generator=draw)}, differentiate=('x',))]\n\n"
+                    "twice_wrong = {'once': lambda x: x}\n")
+    kernel = find(f"{path}:twice")
+    assert (kernel.name, kernel.page, list(kernel.wrong)) == ("twice", "Doubles.", ["once"])
+    assert {run(name, check).status for name, check in checks(kernel)} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "says"),
+    [
+        ("x = 1", "", "has no KERNEL. Name a function"),
+        ("def f(): pass", "g", "has no function 'g'. It has f."),
+        ("def f(): pass", "f", "has no reference for 'f'. Add `f_reference`"),
+        ("def f(): pass\ndef reference(): pass", "f", "has no cases for 'f'"),
+        ("import nothing_of_this_name", "f", "cannot be imported: ModuleNotFoundError"),
+    ],
+)
+def test_what_cannot_be_checked_is_said(tmp_path, source, name, says):
+    path = tmp_path / f"subject_{abs(hash((source, name)))}.py"
+    path.write_text(source)
+    with pytest.raises(SubjectError) as error:
+        find(f"{path}:{name}" if name else str(path))
+    assert says in str(error.value)
+
+
+def test_a_name_that_is_nothing():
+    with pytest.raises(SubjectError, match="Our own are layer_norm"):
+        find("layernorm")
+    with pytest.raises(SubjectError, match="Check the path"):
+        find("no/such/file.py:f")

@@ -1,0 +1,57 @@
+"""What holds for every kernel of the shelf: its page, its folder, and its gate, on a machine without a GPU."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import flatout.kernels
+from flatout.kernels import NAMES, load
+
+torch = pytest.importorskip("torch")
+HOME = Path(flatout.kernels.__file__).parent
+FOLDERS = {path.parent.name for path in HOME.glob("*/__init__.py")} - {"template"}
+TRITON = flatout.kernels.kernel.has_triton() if hasattr(flatout.kernels, "kernel") else True
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.timeout(300)
+def test_the_gate_is_green(gates, name):
+    """Everything is checked but what only a GPU can show; nothing fails."""
+    outcomes = gates[name]
+    assert not {check: why for check, (status, why) in outcomes.items() if status == "failed"}
+    if not torch.cuda.is_available():
+        assert {check for check, (status, _) in outcomes.items() if status == "not run"} == {"triton on a GPU", "cuda on a GPU"}
+    assert {f"kernel.cu compiles for {target}" for target in ("sm_80", "sm_90a")} <= set(outcomes)
+
+
+@pytest.mark.parametrize(("name", "variant"), [(name, variant) for name in NAMES for variant in load(name).wrong])
+def test_a_known_wrong_variant_is_refused_by_its_numbers(gates, name, variant):
+    status, why = gates[name][f"rejects {variant}"]
+    assert status == "ok"
+    assert "times the allowed error" in why or "its very bits" in why
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_and_the_folder(name):
+    kernel = load(name)
+    assert kernel.name == name
+    assert len(kernel.wrong) >= 4
+    assert kernel.page == import_module(f"flatout.kernels.{name}").__doc__
+    for section in ("Formula: ", "What bounds it: ", "Limits: ", "Sources: "):
+        assert section in kernel.page, section
+    assert [each.name for each in kernel.implementations] == ["plain", "triton", "cuda"]
+    assert {"any", "gpu"} <= {case.bench for case in kernel.cases() if case.bench}
+
+
+def test_the_table_names_every_folder():
+    assert set(NAMES) == FOLDERS
+    with pytest.raises(LookupError, match="there is no kernel 'nope'; there are layer_norm"):
+        load("nope")
+
+
+@pytest.mark.parametrize("name", sorted(FOLDERS - {"rms_norm"}))
+def test_the_emulator_takes_its_source(emulated, name):
+    assert emulated[1][name] == ""

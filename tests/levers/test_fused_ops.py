@@ -1,0 +1,173 @@
+"""fused_ops in a program with a vocabulary: found by structure, the same training, left alone where it must be."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
+from flatout.levers.fused_ops import LEVER
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Options, Skip
+
+torch = pytest.importorskip("torch")
+
+from flatout.kernels.linear_cross_entropy import deferred  # noqa: E402
+
+FACTS = Facts(cores=2, system="Linux")
+
+
+class Tokens(torch.nn.Module):
+    """Tied weights, and the loss inside: as nanoGPT has it."""
+
+    def __init__(self, vocabulary=50, width=16, tied=True):
+        super().__init__()
+        self.token = torch.nn.Embedding(vocabulary, width)
+        self.body = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.LayerNorm(width))
+        self.head = torch.nn.Linear(width, vocabulary, bias=not tied)
+        if tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, tokens, targets):
+        logits = self.head(self.body(self.token(tokens)))
+        return logits, torch.nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+class Training:
+    def __init__(self, optimizer="AdamW", **options):
+        self.ledger = Ledger()
+        self.scene = Scene(torch, Listener(), self.ledger)
+        self.scene.install()
+        torch.manual_seed(0)
+        self.model = Tokens(**options)
+        self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=0.01) if optimizer else None
+        self.draw = torch.Generator().manual_seed(1)
+
+    def steps(self, count, look=None):
+        found = []
+        for _ in range(count):
+            tokens = torch.randint(50, (4, 9), generator=self.draw)
+            logits, loss = self.model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            if self.optimizer:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            found.append(look(logits) if look else loss.item())
+        return found
+
+
+@pytest.fixture
+def training():
+    made = []
+
+    def make(**options):
+        made.append(Training(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.scene.rest()
+        each.ledger.restore()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_it_trains_the_same(training, tied):
+    plain, live = training(tied=tied), training(tied=tied)
+    expected = plain.steps(8)
+    got = live.steps(2)
+    before = deferred.COUNT[0]
+    undo = LEVER.apply(live.scene, True, Ledger())
+    got += live.steps(3)
+    assert deferred.COUNT[0] == before + 3
+    undo()
+    got += live.steps(3)
+    assert deferred.COUNT[0] == before + 3
+    assert got == pytest.approx(expected, rel=1e-5)
+    assert not [m for m in live.model.modules() if "forward" in vars(m)]
+    assert live.scene.reports == []
+
+
+def test_logits_that_the_script_reads_after_the_step(training):
+    """The accuracy of a batch is computed after the optimizer has moved the weights, as many scripts do."""
+    plain, live = training(), training()
+    plain.steps(2), live.steps(2)
+    LEVER.apply(live.scene, True, live.ledger)
+    read = [t.steps(3, look=lambda logits: logits.detach().clone()) for t in (plain, live)]
+    for a, b in zip(*read, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_is_plain(training):
+    live = training()
+    live.steps(2)
+    LEVER.apply(live.scene, True, live.ledger)
+    tokens = torch.randint(50, (2, 5))
+    with torch.no_grad():
+        logits, _ = live.model(tokens, tokens)
+    assert type(logits) is torch.Tensor
+
+
+def test_what_never_goes_into_a_loss_is_said(training):
+    live = training()
+    live.steps(2)
+    LEVER.apply(live.scene, True, live.ledger)
+    for _ in range(4):
+        live.model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))[0].square().mean().backward()
+        live.optimizer.step()
+    assert live.scene.reports == []  # the loss inside the model was taken all the same
+    other = training()
+    other.steps(2)
+    other.model.forward = lambda tokens, targets: (None, other.model.head(other.model.body(other.model.token(tokens))).square().mean())
+    LEVER.apply(other.scene, True, other.ledger)
+    other.steps(4)
+    assert [name for name, _ in other.scene.reports] == ["fused_ops"]
+    assert "do not go straight into cross_entropy" in other.scene.reports[0][1]
+
+
+def test_reasons(training):
+    def reason(live):
+        answer = LEVER.applies(FACTS, live.scene)
+        assert isinstance(answer, Skip), answer
+        return answer.reason
+
+    live = training()
+    live.steps(2)
+    assert LEVER.applies(FACTS, live.scene) == Options((True,))
+    live.scene.create_graph_seen = True
+    assert "differentiates twice" in reason(live)
+    live.scene.create_graph_seen, live.scene.compiled_by_script = False, True
+    assert "compiles its model itself" in reason(live)
+    by_hand = training(optimizer=None)
+    by_hand.steps(2)
+    assert "without an optimizer object" in reason(by_hand)
+    hooked = training()
+    hooked.steps(2)
+    hooked.model.head.register_forward_hook(lambda *_: None)
+    assert "as wide as a vocabulary" in reason(hooked)
+
+
+def test_hooks_that_come_later_see_the_logits(training):
+    plain, live = training(), training()
+    seen = {}
+    for which in (plain, live):
+        which.steps(2)
+    LEVER.apply(live.scene, True, live.ledger)
+    for name, which in (("plain", plain), ("live", live)):
+        which.model.head.register_forward_hook(lambda module, args, output, name=name: seen.__setitem__(name, output.float().mean().item()))
+        which.steps(1)
+    assert seen["live"] == pytest.approx(seen["plain"], rel=1e-5)
+
+
+def test_known_bad_loses_gradient(training):
+    plain, bad = training(), training()
+    plain.steps(2), bad.steps(2)
+    undo = LEVER.known_bad(bad.scene, True, Ledger())
+    tokens = torch.randint(50, (4, 9))
+    gradients = []
+    for each in (plain, bad):
+        each.model(tokens, tokens)[1].backward()
+        gradients.append(each.model.token.weight.grad.clone())
+        each.optimizer.zero_grad()
+    undo()
+    assert (gradients[0] - gradients[1]).norm() > 0.05 * gradients[0].norm()
