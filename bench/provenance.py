@@ -40,10 +40,12 @@ THEMES = (
     ("data", "python bench/data.py", "What the data path brings: the loader alone and in training, beside a batch that is ready and other libraries"),
     ("regret", "python bench/regret.py", "How far the chosen plan is from the best of an exhaustive search"),
     ("guard", "python bench/guard.py", "False accepts and false rejects of the guard"),
+    ("kernels", "python bench/kernels.py", "Each kernel against its reference, torch.compile and the device's own roofline"),
+    ("kernels_gpu", "python bench/gpu/kernels.py", "The kernels on a GPU: bandwidth, memory, time, beside torch and Liger-Kernel"),
     ("tutorial", "python bench/gpu/tutorial.py", "ResNet-18 at 32x32: the tutorial, the informed one-liners, flatout"),
     ("gpt", "python bench/gpu/gpt.py", "GPT-2 124M in plain float32: as it is, the informed one-liners, flatout"),
 )
-NEEDS_GPU = {"tutorial", "gpt"}
+NEEDS_GPU = {"kernels_gpu", "tutorial", "gpt"}
 COLUMNS_OF_INDEX = ("theme", "question", "device", "date", "page", "made by")
 
 

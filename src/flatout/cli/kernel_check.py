@@ -16,11 +16,10 @@ import click
 
 from flatout.cli.arguments import Duration
 from flatout.kernels import NAMES
-from flatout.launch.compiler import Ended, emulate, nvcc, run_child
+from flatout.launch.compiler import Ended, cpp_compiler, emulate, nvcc, run_child
 from flatout.measure.clock import seconds
 from flatout.plan.errors import UsageError
 
-NOTHING = 10**9  # a number after which no check comes: the child only says what there is
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 MARK = {OK: "ok     ", FAILED: "FAILED ", NOT_RUN: "not run"}
 COLOUR = {OK: "green", FAILED: "red", NOT_RUN: "yellow"}
@@ -34,7 +33,8 @@ class Gate:
     subject: str
     title: str = ""
     names: list[str] = field(default_factory=list)
-    sources: list[tuple[str, str]] = field(default_factory=list)
+    sources: list[tuple[str, list[str], str]] = field(default_factory=list)  # path, kernels in it, the file name of its emulated library
+    gpu: bool = False
     outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)
     last_begun: int = -1
     ended: bool = False
@@ -45,13 +45,17 @@ class Gate:
             if "refused" in record:
                 raise UsageError(record["refused"])
             if "kernel" in record:
-                self.title, self.names, self.sources = record["kernel"], record["checks"], record["sources"]
+                self.title, self.names, self.sources, self.gpu = record["kernel"], record["checks"], record["sources"], record["gpu"]
             elif "begins" in record:
                 self.last_begun = record["begins"]
             elif "at" in record:
                 self.outcomes[record["name"]] = (record["status"], record["why"])
             else:
                 self.ended = True
+
+    @property
+    def wants_emulator(self) -> bool:
+        return bool(self.sources) and not self.gpu and "FLATOUT_EMULATED" not in os.environ
 
     def count(self, status: str) -> int:
         return sum(1 for found, _ in self.outcomes.values() if found == status)
@@ -75,32 +79,33 @@ def check(subject: str, limit_s: float) -> Gate:
         folder = Path(place)
         records = folder / "records"
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        if not _has_gpu():
-            environment |= {"TRITON_INTERPRET": "1", "FLATOUT_EMULATED": str(folder)}
-        ended = _child(subject, folder / "list", NOTHING, environment, until)
-        gate.read(folder / "list")
-        if not gate.ended:
-            raise UsageError(f"{subject} cannot be read: {_how(ended, limit_s)}. {_tail(ended)}")
-        gate.ended = False
-        if "FLATOUT_EMULATED" in environment:
-            for path, name in gate.sources:
-                if why := _emulate(Path(path), folder / name):
-                    gate.outcomes[f"{Path(path).name} emulated"] = (FAILED if "compile" in why and "no C++" not in why else NOT_RUN, why)
-        while not gate.ended and gate.last_begun < len(gate.names) - 1:
-            before = gate.last_begun
-            ended = _child(subject, records, gate.last_begun, environment, until)
+        ended = _child(subject, records, -1, environment, until)
+        gate.read(records)
+        if not gate.names:
+            raise UsageError(f"{subject} cannot be checked: {_how(ended, limit_s)}. {_tail(ended)}")
+        if gate.wants_emulator:
+            environment["FLATOUT_EMULATED"] = str(folder)
+            for path, kernels, name in gate.sources:
+                if why := emulate(Path(path), folder / name, kernels):
+                    gate.outcomes[f"{Path(path).name} emulated"] = (FAILED if cpp_compiler() else NOT_RUN, why)
+            ended = _child(subject, records, -1, environment, until)
             gate.read(records)
-            if gate.ended:
+        while not gate.ended:
+            begun = gate.last_begun
+            if begun < 0 or gate.names[begun] in gate.outcomes:  # it ended between two checks
+                begun += 1
+            if begun >= len(gate.names):
                 break
-            if gate.last_begun == before:  # it died before its next check
-                gate.last_begun += 1
+            gate.last_begun = begun
             gate.outcomes[gate.names[gate.last_begun]] = (FAILED, f"{_how(ended, limit_s)}. {_tail(ended)}")
             if ended.timed_out:
                 for name in gate.names[gate.last_begun + 1:]:
                     gate.outcomes[name] = (NOT_RUN, "the time limit had passed")
                 break
+            ended = _child(subject, records, gate.last_begun, environment, until)
+            gate.read(records)
         _with_nvcc(gate)
-        if _has_gpu():
+        if gate.gpu:
             _sanitized(gate, folder, environment, until)
     return gate
 
@@ -118,20 +123,6 @@ def _child(subject: str, records: Path, after: int, environment: dict[str, str],
     return run_child([*prefix, sys.executable, "-m", "flatout.kernels", subject, str(records), str(after)], environment, max(until - seconds(), 1.0))
 
 
-def _has_gpu() -> bool:
-    try:
-        import torch
-    except ImportError:
-        raise UsageError("torch cannot be imported here, and kernels need it. Install flatout into the environment of your program.") from None
-    return bool(torch.cuda.is_available())
-
-
-def _emulate(source: Path, library: Path) -> str:
-    from flatout.kernels.cuda import CudaSource
-
-    return emulate(source, library, CudaSource(source).kernels())
-
-
 def _how(ended: Ended, limit_s: float) -> str:
     if ended.timed_out:
         return f"it had not ended after {limit_s:.0f} s and was stopped; `--limit` gives it longer"
@@ -146,7 +137,7 @@ def _tail(ended: Ended) -> str:
 
 def _with_nvcc(gate: Gate) -> None:
     """Where NVRTC could not compile (a CPU build of torch), nvcc may."""
-    for path, _ in gate.sources:
+    for path, *_ in gate.sources:
         for target in TARGETS:
             name = f"{Path(path).name} compiles for {target}"
             if gate.outcomes.get(name, (OK, ""))[0] == NOT_RUN and (why := nvcc(Path(path), target)) is not None:

@@ -1,7 +1,8 @@
 """The gate's child: ``python -m flatout.kernels SUBJECT RECORDS [AFTER]``.
 
 Writes one JSON object a line to RECORDS: first the list of checks, then before each check its number, and its outcome after it. So
-whoever reads it knows which check a crash belongs to, and starts again AFTER it.
+whoever reads it knows which check a crash belongs to, and starts again AFTER it. Where there is CUDA C++ and no GPU, it asks for the
+emulator and ends: libraries are made by whoever may start a compiler, and named in FLATOUT_EMULATED.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
+from flatout.kernels.cuda import EMULATED
 from flatout.kernels.gate import SANITIZED, checks, run
 from flatout.kernels.subject import SubjectError, find
 
@@ -22,6 +26,9 @@ def main(subject: str, records: Path, after: int) -> None:
             file.write(json.dumps(record) + "\n")
             file.flush()
 
+        gpu = torch.cuda.is_available()
+        if not gpu:
+            os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, with the kernel
         try:
             kernel = find(subject)
         except SubjectError as error:
@@ -30,7 +37,9 @@ def main(subject: str, records: Path, after: int) -> None:
         todo = checks(kernel)
         if os.environ.get(SANITIZED):
             todo = [(name, check) for name, check in todo if name.endswith(": memory")]
-        write(kernel=kernel.name, sources=[[str(s.path), s.emulated_name] for s in kernel.sources], checks=[name for name, _ in todo])
+        write(kernel=kernel.name, sources=[[str(s.path), s.kernels(), s.emulated_name] for s in kernel.sources], checks=[name for name, _ in todo], gpu=gpu)
+        if kernel.sources and not gpu and EMULATED not in os.environ:
+            return
         for at, (name, check) in enumerate(todo):
             if at > after:
                 write(begins=at)

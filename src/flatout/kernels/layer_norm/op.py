@@ -118,6 +118,11 @@ def _plain_forward(shape: Any, x: Tensor, weight: Tensor | None, bias: Tensor | 
 def _plain_backward(shape: Any, dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
                     centre: bool) -> tuple[Tensor, Tensor, Tensor]:
     kept = mean.dtype
+    if centre and h.numel():
+        ones = h.new_ones(h.shape[-1], dtype=kept) if weight is None else weight.to(kept)
+        d, of_weight, of_bias = torch.ops.aten.native_layer_norm_backward(dy.to(kept), h.to(kept), (h.shape[-1],), mean[:, None], rstd[:, None], ones,
+                                                                         torch.zeros_like(ones), (True, True, True))
+        return (d if dh is None else d + dh).to(h.dtype).view(shape), of_weight, of_bias
     g, normal = dy.to(kept), (h.to(kept) - mean[:, None]) * rstd[:, None]
     of_weight, of_bias = (g * normal).sum(0), g.sum(0)
     if weight is not None:

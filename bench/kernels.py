@@ -1,0 +1,57 @@
+"""Every kernel's bench cases: the reference, torch.compile of the reference, each implementation, and the roofline measured here.
+
+Contestants take turns in one process; ratios are against the reference, with 95 % intervals (bootstrap over turns). What cannot run
+here is a row that says so. On a GPU, `bench/gpu/kernels.py` adds Liger-Kernel's where it is installed, and the goals.
+
+    python bench/kernels.py                         all of ours
+    python bench/kernels.py --kernels layer_norm --rounds 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from provenance import RESULTS, markdown_table, stamp, write_result
+
+from flatout.cli.kernel_bench import COLUMNS, Row, cells, kernel_of, roofline, rows_of
+from flatout.kernels import NAMES
+
+Others = Callable[[Any, Any], dict[str, Callable[..., Any]]]
+
+
+def measure(theme: str, title: str, args: argparse.Namespace, others: Others | None = None, goals: Callable[[list[Row]], list[str]] | None = None) -> int:
+    """Runs the benchmark and writes its page after each kernel, so that a run that is cut off leaves what it has."""
+    made, roof, rows = stamp(), roofline(), list[Row]()
+    folder = args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS)
+    text = ""
+    for name in args.kernels.split(","):
+        for row in rows_of(kernel_of(name), 1 if args.smoke else args.rounds, args.case, others, roof):
+            rows.append(row)
+            print(f"  {row.kernel}, {row.case}, {row.work}: {' | '.join(cells(row))}", file=sys.stderr, flush=True)
+        rates = ", ".join(f"{rate:,.2f} TFLOP/s in {dtype}" for dtype, rate in roof.tflop_per_s.items())
+        parts = [f"# {title}\n", *(["**A smoke run of one turn: its figures mean nothing.**\n"] if args.smoke else []),
+                 f"Roofline, measured first on {roof.device}: {roof.gb_per_s:,.0f} GB/s copied (read and written), {rates}. One turn is a block of about 20 ms;",
+                 f"{1 if args.smoke else args.rounds} turns. Baseline: the reference, plain torch.\n", *(goals(rows) if goals else []),
+                 markdown_table(("kernel", "case", "work", *COLUMNS), [(row.kernel, row.case, row.work, *cells(row)) for row in rows])]
+        text, data = write_result(theme, made, "\n".join(parts), {"roofline": vars(roof), "rows": [row.to_json() for row in rows]}, folder=folder)
+    print(f"{text}\n{data}")
+    return 0
+
+
+def options(doc: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", default=",".join(NAMES), help=f"some of {', '.join(NAMES)}, or your own")
+    parser.add_argument("--case", default="", help="only cases whose title contains this")
+    parser.add_argument("--rounds", type=int, default=12, help="turns of every contestant (default 12)")
+    parser.add_argument("--smoke", action="store_true", help="one turn, written to a temporary folder: shows that the benchmark works")
+    parser.add_argument("--out", type=Path, default=None, help="write the results to this folder instead of bench/results")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(measure("kernels", "Kernels", options(__doc__).parse_args()))
