@@ -363,6 +363,7 @@ GOOD: tuple[Lever, ...] = (
     OF_SHELF["channels_last"],
     _good("autocast", "bfloat16", _runs_in_bf16),
     OF_SHELF["compile"],
+    OF_SHELF["fused_ops"],
     OF_SHELF["fused_optimizer"],
     _good("fused_optimizer", "foreach", with_optimizer, "foreach_optimizer"),
     _lever("zero_grad_none", EXACT, zero_grad_none, with_optimizer),
@@ -381,6 +382,7 @@ BAD: tuple[Lever, ...] = (
     _bad("autocast"),  # gradients scaled, never unscaled
     _bad("channels_last", with_images),  # height read as width
     _bad("compile", with_layer("BatchNorm", "Dropout")),  # batch statistics frozen
+    _bad("fused_ops", with_layer("Embedding")),  # no gradient from the last rows
     _bad("fused_optimizer", with_optimizer),  # learning rate doubled
     _bad("loader", with_images),  # images brighter
     _bad("cached_prefix", with_images),  # the neighbour's samples

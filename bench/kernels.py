@@ -35,9 +35,10 @@ def measure(theme: str, title: str, args: argparse.Namespace, others: Others | N
             print(f"  {row.kernel}, {row.case}, {row.work}: {' | '.join(cells(row))}", file=sys.stderr, flush=True)
         rates = ", ".join(f"{rate:,.2f} TFLOP/s in {dtype}" for dtype, rate in roof.tflop_per_s.items())
         parts = [f"# {title}\n", *(["**A smoke run of one turn: its figures mean nothing.**\n"] if args.smoke else []),
-                 f"Roofline, measured first on {roof.device}: {roof.gb_per_s:,.0f} GB/s copied (read and written), {rates}. One turn is a block of about 20 ms;",
+                 f"Roofline, measured first on {roof.device}: {roof.gb_per_s:,.0f} GB/s copied (read and written), {rates}. One turn is about 20 ms;",
                  f"{1 if args.smoke else args.rounds} turns. Baseline: the reference, plain torch.\n", *(goals(rows) if goals else []),
-                 markdown_table(("kernel", "case", "work", *COLUMNS), [(row.kernel, row.case, row.work, *cells(row)) for row in rows])]
+                 markdown_table(("kernel", "case", "work", *COLUMNS),
+                                [(row.kernel, row.case, row.work, *cells(row)) for row in rows])]
         text, data = write_result(theme, made, "\n".join(parts), {"roofline": vars(roof), "rows": [row.to_json() for row in rows]}, folder=folder)
     print(f"{text}\n{data}")
     return 0

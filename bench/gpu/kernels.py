@@ -65,7 +65,8 @@ def goals(rows: list[Row]) -> list[str]:
     shares = [(row.share, row) for row in rows if row.kernel == "augment" and row.contestant in ("triton", "cuda") and row.share]
     for case in dict.fromkeys(row.case for _, row in shares):
         share, best = max(((share, row) for share, row in shares if row.case == case), key=lambda pair: pair[0])
-        lines.append(f"* augment, {case}: {100 * share:.0f} % of the measured bandwidth ({best.contestant}); {_word(share >= BANDWIDTH_GOAL)}, the goal is 80 %")
+        lines.append(f"* augment, {case}: {100 * share:.0f} % of the measured bandwidth ({best.contestant}); "
+                     f"{_word(share >= BANDWIDTH_GOAL)}, the goal is 80 %")
     for case in dict.fromkeys(row.case for row in rows if row.kernel == "linear_cross_entropy" and CLASSES in row.case):
         of = {row.contestant: row.peak_bytes for row in rows if row.case == case and row.work != "forward" and row.peak_bytes}
         ours = [peak for name, peak in of.items() if name in ("triton", "cuda")]

@@ -74,9 +74,11 @@ PROGRAMS = {
     "classes second": (0, lambda z: F.cross_entropy(z.transpose(1, 2), T)), "temperature": (0, lambda z: loss_of(z / 2)), "in place": (0, in_place),
     "in a view": (0, in_place_in_a_view), "copied": (0, copied_then_changed), "a hook": (0, doubled_gradient), "its gradient": (0, kept_gradient),
     "class weights": (0, lambda z: loss_of(z, weight=torch.ones(V))), "each row": (0, lambda z: loss_of(z, reduction="none").mean()),
-    "probabilities": (0, lambda z: F.cross_entropy(z.view(-1, V), torch.full((15, V), 1 / V))), "log_softmax": (0, lambda z: F.nll_loss(z.log_softmax(-1).view(-1, V), T.view(-1))),
+    "probabilities": (0, lambda z: F.cross_entropy(z.view(-1, V), torch.full((15, V), 1 / V))),
+    "log_softmax": (0, lambda z: F.nll_loss(z.log_softmax(-1).view(-1, V), T.view(-1))),
     "fewer classes": (0, lambda z: F.cross_entropy(z[..., :20].reshape(-1, 20), T.view(-1) % 20)), "a class": (0, lambda z: z[..., 3].sum()),
-    "detached": (0, lambda z: loss_of(z.detach()) * 0 + z.sum()), "some rows": (0, lambda z: F.cross_entropy(z.view(-1, V)[T.view(-1) > 5], T.view(-1)[T.view(-1) > 5])),
+    "detached": (0, lambda z: loss_of(z.detach()) * 0 + z.sum()),
+    "some rows": (0, lambda z: F.cross_entropy(z.view(-1, V)[T.view(-1) > 5], T.view(-1)[T.view(-1) > 5])),
     "joined": (0, lambda z: (torch.cat([z, z]) @ torch.ones(V)).sum()), "other views": (0, lambda z: z.view(15, 8, 5).square().mean()),
 }
 

@@ -27,8 +27,7 @@ GOOD = Kernel("double", "", double, (Implementation("double", double, dtypes=(to
 
 
 def outcome(kernel, name):
-    found = {title: check for title, check in checks(kernel)}
-    return run(name, found[name])
+    return run(name, dict(checks(kernel))[name])
 
 
 def with_call(call, **more):
@@ -109,7 +108,8 @@ def test_what_is_registered_wrongly_is_seen():
 
 def test_a_function_beside_its_reference(tmp_path):
     path = tmp_path / "mine_to_check.py"
-    path.write_text("import torch\nfrom flatout.kernels.kernel import Case\n\ndef twice(x):\n    '''Doubles.'''\n    return x + x\n\ndef twice_reference(x):\n    return 2 * x\n\n"
+    path.write_text("import torch\nfrom flatout.kernels.kernel import Case\n\n"
+                    "def twice(x):\n    '''Doubles.'''\n    return x + x\n\ndef twice_reference(x):\n    return 2 * x\n\n"
                     "def twice_cases():\n    return [Case('five', lambda draw: {'x': torch.randn(5, generator=draw)}, differentiate=('x',))]\n\n"
                     "twice_wrong = {'once': lambda x: x}\n")
     kernel = find(f"{path}:twice")

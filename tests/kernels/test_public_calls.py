@@ -72,6 +72,14 @@ def test_what_does_not_fit_is_said():
         augment(images, where[:1], where, flip, [8, 8], mean, mean + 1)
     with pytest.raises(ValueError, match="3 channels, 2 means"):
         augment(images, where, where, flip, [8, 8], mean[:2], mean + 1)
+    for call in (layer_norm, rms_norm):
+        for weight in (torch.ones(5), torch.ones(3).double()):
+            with pytest.raises(ValueError, match="wanted is the same type and place"):
+                call(x, weight)
+    with pytest.raises(ValueError, match=r"target is torch\.int32"):
+        linear_cross_entropy(x, w, t.int())
+    with pytest.raises(ValueError, match="mean and std float32"):
+        augment(images, where, where, flip, [8, 8], mean.double(), mean.double())
     p, m = [torch.zeros(3).bfloat16()], [torch.zeros(3)]
     with pytest.raises(ValueError, match="tensor 0: parameter"):
         adamw_(p, [torch.zeros(3)], m, m, 1)

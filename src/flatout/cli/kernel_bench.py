@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -74,7 +75,7 @@ def roofline() -> Roofline:
     side, rates = SIDE[device], {}
     for dtype in (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,):
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-        rates[str(dtype).removeprefix("torch.")] = 2 * side**3 / best_ms(lambda a=a, b=b: a @ b) / 1e9
+        rates[str(dtype).removeprefix("torch.")] = 2 * side**3 / best_ms(partial(torch.mm, a, b)) / 1e9
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     return Roofline(name, gb_per_s, rates)
 
@@ -112,7 +113,8 @@ def rows_of(kernel: Any, rounds: int, only: str = "", others: Callable[[Any, Any
             yield from _contest(kernel, case, work, contestants, inputs, rounds, roof)
 
 
-def _contest(kernel: Any, case: Any, work: str, contestants: dict[str, Callable[..., Any]], inputs: dict[str, Any], rounds: int, roof: Roofline) -> Iterator[Row]:
+def _contest(kernel: Any, case: Any, work: str, contestants: dict[str, Callable[..., Any]], inputs: dict[str, Any], rounds: int,
+             roof: Roofline) -> Iterator[Row]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -112,11 +112,16 @@ def is_runnable() -> bool:
 
 def compile_for(source: CudaSource, target: str) -> bytes:
     """Machine code (a cubin) for ``target`` ("sm_80"), by NVRTC. Raises CudaError with the compiler's words, CudaUnavailable without NVRTC."""
+    return _compiled(source.text, source.path.name, target)
+
+
+@cache
+def _compiled(text: str, name: str, target: str) -> bytes:
     nvrtc = _nvrtc()
     headers = {"flatout.cuh": (HERE / "flatout.cuh").read_bytes()}
     program = ctypes.c_void_p()
     bodies, names = ((ctypes.c_char_p * len(headers))(*part) for part in (headers.values(), (n.encode() for n in headers)))
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.text.encode(), source.path.name.encode(), len(headers), bodies, names)
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), len(headers), bodies, names)
     options = [option.encode() for option in (f"--gpu-architecture={target}", *OPTIONS)]
     failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
@@ -125,7 +130,7 @@ def compile_for(source: CudaSource, target: str) -> bytes:
             nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
             nvrtc.nvrtcGetProgramLog(program, log)
-            raise CudaError(f"{source.path.name} does not compile for {target}: {log.value.decode(errors='replace').strip()}")
+            raise CudaError(f"{name} does not compile for {target}: {log.value.decode(errors='replace').strip()}")
         nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
         image = ctypes.create_string_buffer(size.value)
         nvrtc.nvrtcGetCUBIN(program, image)

@@ -27,7 +27,8 @@ def adamw_(parameters: list[Tensor], gradients: list[Tensor], means: list[Tensor
         raise ValueError(f"{len(parameters)} parameters have {len(gradients)} gradients, {len(means)} means and {len(squares)} squares")
     for at, (p, g, m, v) in enumerate(zip(parameters, gradients, means, squares, strict=True)):
         kept = torch.float64 if p.dtype is torch.float64 else torch.float32
-        if not p.shape == g.shape == m.shape == v.shape or g.dtype is not p.dtype or not m.dtype is v.dtype is kept or not p.is_floating_point():
+        if not p.shape == g.shape == m.shape == v.shape or g.dtype is not p.dtype or not m.dtype is v.dtype is kept or not p.is_floating_point() \
+                or not parameters[0].device == p.device == g.device == m.device == v.device:
             raise ValueError(f"tensor {at}: parameter {p.dtype} {tuple(p.shape)}, gradient {g.dtype} {tuple(g.shape)}, mean {m.dtype} {tuple(m.shape)}, "
                              f"square {v.dtype} {tuple(v.shape)} do not fit together")
     torch.ops.flatout.adamw_(parameters, gradients, means, squares, step, lr, beta1, beta2, eps, weight_decay, implementation)

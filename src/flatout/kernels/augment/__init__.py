@@ -5,7 +5,7 @@ Formula: out = (image / 255 - mean) / std at the cropped and mirrored place, com
     arithmetic is a table of 256 entries a channel, which torch itself computes.
 What bounds it: memory. One byte is read and two or four are written for each output element; done by torch on the device, the same takes
     six passes over float32. The table lies in shared memory (CUDA C++) or in the L1 cache (Triton).
-Limits: no interpolation; images of fewer than 2^31 elements each (a batch may be larger); 48 channels in CUDA C++.
+Limits: no interpolation; images of 67 million elements each at most (a batch may be larger); 48 channels in CUDA C++.
 Sources: torchvision.transforms, RandomCrop, ToTensor, Normalize.
 """
 

@@ -16,7 +16,7 @@ SOURCE = CudaSource(Path(__file__).with_name("kernel.cu"))
 THREADS = 256
 BLOCKS_AN_IMAGE = 64  # at most; a block walks on
 MAX_CHANNELS = 48  # whose tables fit into 48 KiB of shared memory
-MAX_IMAGE = 2**31 - 1  # elements of one image: counted in 32 bits
+MAX_IMAGE = 65535 * 1024  # elements of one image, in or out: counted in 32 bits, and in blocks of 1,024 of which a grid takes 65,535
 
 
 def augment(images: Tensor, top: Tensor, left: Tensor, flip: Tensor, size: list[int], mean: Tensor, std: Tensor, padding: int = 0, fill: int = 0,
@@ -33,6 +33,8 @@ def augment(images: Tensor, top: Tensor, left: Tensor, flip: Tensor, size: list[
     if not len(images) == len(top) == len(left) == len(flip) or not channels == len(mean) == len(std):
         raise ValueError(f"{len(images)} images have {len(top)}, {len(left)} corners and {len(flip)} flips; {channels} channels, {len(mean)} means and "
                          f"{len(std)} deviations")
+    if any(each.device != images.device for each in (top, left, flip, mean, std)) or not mean.dtype is std.dtype is torch.float32:
+        raise ValueError(f"corners, flips, mean and std must be on {images.device}, as the images are, and mean and std float32")
     result: Tensor = torch.ops.flatout.augment(images, top, left, flip, size, mean, std, padding, fill, dtype, layout, channels_last, implementation)
     return result
 
@@ -64,7 +66,7 @@ def forward(images: Tensor, top: Tensor, left: Tensor, flip: Tensor, size: list[
 
 def best(images: Tensor, channels: int, size: list[int], dtype: torch.dtype) -> str:
     """Which implementation suits these images."""
-    if not images.is_cuda or dtype not in SUFFIX or channels * size[0] * size[1] > MAX_IMAGE:
+    if not images.is_cuda or dtype not in SUFFIX or max(channels * size[0] * size[1], images[0].numel() if len(images) else 0) > MAX_IMAGE:
         return "plain"
     return "triton" if has_triton() else "cuda" if channels <= MAX_CHANNELS else "plain"
 

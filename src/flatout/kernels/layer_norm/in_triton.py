@@ -9,9 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_WIDTH = 16384  # a row must fit into the registers of one program
-PROGRAMS = 256  # of the backward pass, at most: partial sums for weight and bias cost P * N * 8 bytes
-
 
 @triton.jit
 def _forward(x, residual, weight, bias, y, h, mean, rstd, width, eps, CENTRE: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr,

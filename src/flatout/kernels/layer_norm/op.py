@@ -16,8 +16,9 @@ from flatout.kernels.cuda import SUFFIX, CudaSource
 from flatout.kernels.kernel import has_triton
 
 SOURCE = CudaSource(Path(__file__).with_name("kernel.cu"))
+TRITON_MAX_WIDTH = 16384  # a row must fit into the registers of one program
 CUDA_MAX_WIDTH = 12288  # float32 sums for weight and bias of one row in 96 KiB of shared memory (A100 and later have 163)
-BLOCKS = 256
+BLOCKS = 256  # of the backward pass, at most: their partial sums for weight and bias cost BLOCKS * N * 8 bytes
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None,
@@ -25,8 +26,9 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     """Layer normalisation over the last axis; with a residual, of x + residual, which is given back as well.
 
     x, residual [..., N]; weight, bias [N], of x's type. ``implementation``: "" (the best for these tensors), "plain", "triton", "cuda".
-    Differentiable once. Source: Ba, Kiros and Hinton, Layer Normalization, 2016.
+    Differentiable once. Raises ValueError for what does not fit. Source: Ba, Kiros and Hinton, Layer Normalization, 2016.
     """
+    _must_fit(x, residual, weight, bias)
     y, h, _, _ = torch.ops.flatout.layer_norm(x, weight, bias, residual, eps, True, implementation)
     return y if residual is None else (y, h)
 
@@ -34,6 +36,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None,
              implementation: str = "") -> Tensor | tuple[Tensor, Tensor]:
     """Root-mean-square normalisation; as ``layer_norm``, without mean and bias. Source: Zhang and Sennrich, 2019."""
+    _must_fit(x, residual, weight)
     y, h, _, _ = torch.ops.flatout.layer_norm(x, weight, None, residual, eps, False, implementation)
     return y if residual is None else (y, h)
 
@@ -86,12 +89,20 @@ def backward(dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor | None, me
     return dx.view(h.shape), of_weight.clone(), of_bias.clone()
 
 
+def _must_fit(x: Tensor, residual: Tensor | None, *of_columns: Tensor | None) -> None:
+    """The kernels take addresses: what has another shape, type or place would be read as something else."""
+    for tensor, shape in ((residual, x.shape), *((each, x.shape[-1:]) for each in of_columns)):
+        if tensor is not None and (tensor.shape != shape or tensor.dtype is not x.dtype or tensor.device != x.device):
+            raise ValueError(f"x is {x.dtype} {tuple(x.shape)} on {x.device}, and beside it is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; "
+                             f"wanted is the same type and place, and shape {tuple(shape)}")
+
+
 def best(x: Tensor) -> str:
     """Which implementation suits this tensor. On a CPU torch's own vectorised one."""
     width = x.shape[-1]
     if not x.is_cuda or x.dtype not in SUFFIX or not width:
         return "plain"
-    return "triton" if has_triton() and width <= 16384 else "cuda" if width <= CUDA_MAX_WIDTH else "plain"
+    return "triton" if has_triton() and width <= TRITON_MAX_WIDTH else "cuda" if width <= CUDA_MAX_WIDTH else "plain"
 
 
 def _threads(width: int) -> int:

@@ -36,6 +36,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor
     """
     if x.dim() != 2 or weight.dim() != 2 or target.shape != x.shape[:1] or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and target {tuple(target.shape)} are not [N, D], [V, D] and [N]")
+    others = (weight,) if bias is None else (weight, bias)
+    if any(each.dtype is not x.dtype or each.device != x.device for each in others) or (bias is not None and bias.shape != weight.shape[:1]) \
+            or target.dtype is not torch.int64 or target.device != x.device:
+        raise ValueError(f"x is {x.dtype} on {x.device}; weight, and bias [V], must be so too, and target int64 there; target is {target.dtype}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction {reduction!r} is not one of {', '.join(REDUCTIONS)}")
     wanted = 0
