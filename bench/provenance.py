@@ -38,6 +38,7 @@ THEMES = (
     ("transparent", "python bench/open_set.py DIR --transparent", "Whether being attached changes anything: losses bit by bit, output, exit code"),
     ("open_set", "python bench/open_set.py DIR", "What tuning brings on public training scripts, measured again in fresh processes"),
     ("data", "python bench/data.py", "What the data path brings: the loader alone and in training, beside a batch that is ready and other libraries"),
+    ("curves", "python bench/curves.py FOLDER", "Learning curves of a CIFAR-10 script, transforms one by one and batched: three seeds each"),
     ("regret", "python bench/regret.py", "How far the chosen plan is from the best of an exhaustive search"),
     ("guard", "python bench/guard.py", "False accepts and false rejects of the guard"),
     ("kernels", "python bench/kernels.py", "Each kernel against its reference, torch.compile and the device's own roofline"),

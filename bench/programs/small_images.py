@@ -1,6 +1,7 @@
 """A small convolutional network on images that lie in memory as bytes and come through torchvision's transforms, as every tutorial has it.
 
-``--same-batch`` trains on one batch that is ready, again and again: as fast as any loader could let it be.
+``--same-batch`` trains on one batch that is ready, again and again: as fast as any loader could let it be. ``--root`` takes torchvision's CIFAR-10
+from a folder in place of noise.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from torchvision import transforms
+from torchvision import datasets, transforms
 
 CIFAR = transforms.Compose([transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
                             transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))])
@@ -53,11 +54,13 @@ def main():
     parser.add_argument("--set", choices=SETS, default="cifar")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--same-batch", action="store_true")
+    parser.add_argument("--root")
     parser.add_argument("--steps", type=int, default=1_000_000)
     wanted = parser.parse_args()
     torch.manual_seed(0)
     shape, transform = SETS[wanted.set]
-    loader = DataLoader(Images(shape, transform), batch_size=128, shuffle=True, drop_last=True, num_workers=wanted.workers)
+    data = datasets.CIFAR10(wanted.root, transform=transform) if wanted.root else Images(shape, transform)
+    loader = DataLoader(data, batch_size=128, shuffle=True, drop_last=True, num_workers=wanted.workers)
     model = network(3 if len(shape) == 4 else 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step, (images, labels) in enumerate(batches(loader, wanted.same_batch)):

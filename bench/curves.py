@@ -1,0 +1,94 @@
+"""Learning curves of a CIFAR-10 script, with its transforms one by one and under flatout's data path: three seeds each.
+
+A small convolutional network on the real CIFAR-10 (``python bench/curves.py FOLDER``, where torchvision finds ``cifar-10-batches-py``), one epoch
+of 390 steps. Each seed is trained twice, in processes of their own, and the losses of every step are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from data import BATCHED, KEPT, TRAINING
+from pairs import enter
+from provenance import markdown_table, stamp, write_result
+
+from flatout.launch.command import understand
+from flatout.plan.folder import JobFolder, write_whole
+from flatout.plan.plan import Plan
+from flatout.probe.machine import look
+from flatout.tune.arena import Arena
+
+STEPS, SEEDS = 390, (0, 1, 2)
+SIDES = {"plain": Plan(), "lowered": Plan((KEPT, BATCHED))}
+WIDTH, HEIGHT, MARGIN, SMOOTHED = 760, 320, 44, 10
+COLOURS = ("#2a6fdb", "#d1495b", "#3a9a5c")
+
+
+def losses(root: str, plan: Plan, seed: int, job: JobFolder, facts: Any) -> list[float]:
+    arena = Arena(understand(["python", str(TRAINING), "--root", root]), job, facts)
+    try:
+        trial = enter(arena, plan, seed).trial
+        while trial.ticks_done < STEPS:
+            arena.run(trial, min(50, STEPS - trial.ticks_done))
+        record = trial.finish()
+    finally:
+        arena.close()
+    return record.losses[:STEPS]
+
+
+def smooth(curve: list[float]) -> list[float]:
+    """The mean of each ten neighbours."""
+    return [sum(curve[at:at + SMOOTHED]) / len(curve[at:at + SMOOTHED]) for at in range(0, len(curve), SMOOTHED)]
+
+
+def drawn(found: dict[str, list[list[float]]]) -> str:
+    """An SVG: plain curves as wide pale lines, the others as thin dark ones on top of them."""
+    every = [value for curves in found.values() for curve in curves for value in smooth(curve)]
+    low, high = min(every), max(every)
+
+    def line(curve: list[float], colour: str, style: str) -> str:
+        points = smooth(curve)
+        places = " ".join(f"{MARGIN + at * (WIDTH - 2 * MARGIN) / (len(points) - 1):.1f},{HEIGHT - MARGIN - (v - low) / (high - low) * (HEIGHT - 2 * MARGIN):.1f}"
+                          for at, v in enumerate(points))
+        return f'<polyline points="{places}" fill="none" stroke="{colour}" {style}/>'
+
+    wide, thin = 'stroke-width="7" stroke-opacity="0.3"', 'stroke-width="1.5"'
+    lines = [line(c, COLOURS[at], wide) for at, c in enumerate(found["plain"])] + [line(c, COLOURS[at], thin) for at, c in enumerate(found["lowered"])]
+    words = [f'<text x="{MARGIN}" y="20">Training loss of CIFAR-10, three seeds: plain (wide), lowered (thin)</text>',
+             *(f'<text x="6" y="{y}">{value:.2f}</text>' for y, value in ((MARGIN + 4, high), (HEIGHT - MARGIN + 4, low))),
+             f'<text x="{MARGIN}" y="{HEIGHT - 14}">step 1</text>', f'<text x="{WIDTH - MARGIN - 50}" y="{HEIGHT - 14}">step {STEPS}</text>']
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="13" fill="#333">'
+            f'<rect width="100%" height="100%" fill="#fff"/>{"".join(lines)}{"".join(words)}</svg>\n')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", help="where torchvision finds cifar-10-batches-py")
+    root = str(Path(parser.parse_args().root).resolve())
+    facts = look()
+    made, place = stamp(facts), Path(tempfile.mkdtemp(prefix="curves-"))
+    found: dict[str, list[list[float]]] = {name: [] for name in SIDES}
+    try:
+        for seed in SEEDS:
+            for name, plan in SIDES.items():
+                found[name].append(losses(root, plan, seed, JobFolder(place / f"{name}-{seed}").make(), facts))
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    rows = []
+    for seed, plain, lowered in zip(SEEDS, found["plain"], found["lowered"], strict=True):
+        same = sum(a == b for a, b in zip(plain, lowered, strict=False))
+        rows.append((seed, f"{smooth(plain)[-1]:.4f}", f"{smooth(lowered)[-1]:.4f}", f"{same} of {max(len(plain), len(lowered))}"))
+    picture = f"curves_{made['slug']}_{made['date'][:7].replace('-', '')}.svg"
+    page = "\n".join(["# Learning curves, plain and lowered\n", (__doc__ or "").split("\n\n", 1)[1],
+                      markdown_table(("seed", "last ten losses, plain", "lowered", "losses that are the same bit for bit"), rows), f"\n![Learning curves]({picture})"])
+    text, _ = write_result("curves", made, page, {"losses": found})
+    write_whole(text.with_suffix(".svg"), drawn(found))
+    print(page)
+
+
+if __name__ == "__main__":
+    main()
