@@ -52,8 +52,8 @@ def drawn(found: dict[str, list[list[float]]]) -> str:
 
     def line(curve: list[float], colour: str, style: str) -> str:
         points = smooth(curve)
-        places = " ".join(f"{MARGIN + at * (WIDTH - 2 * MARGIN) / (len(points) - 1):.1f},{HEIGHT - MARGIN - (v - low) / (high - low) * (HEIGHT - 2 * MARGIN):.1f}"
-                          for at, v in enumerate(points))
+        across, down = (WIDTH - 2 * MARGIN) / (len(points) - 1), (HEIGHT - 2 * MARGIN) / (high - low)
+        places = " ".join(f"{MARGIN + at * across:.1f},{HEIGHT - MARGIN - (v - low) * down:.1f}" for at, v in enumerate(points))
         return f'<polyline points="{places}" fill="none" stroke="{colour}" {style}/>'
 
     wide, thin = 'stroke-width="7" stroke-opacity="0.3"', 'stroke-width="1.5"'
@@ -83,8 +83,8 @@ def main() -> None:
         same = sum(a == b for a, b in zip(plain, lowered, strict=False))
         rows.append((seed, f"{smooth(plain)[-1]:.4f}", f"{smooth(lowered)[-1]:.4f}", f"{same} of {max(len(plain), len(lowered))}"))
     picture = f"curves_{made['slug']}_{made['date'][:7].replace('-', '')}.svg"
-    page = "\n".join(["# Learning curves, plain and lowered\n", (__doc__ or "").split("\n\n", 1)[1],
-                      markdown_table(("seed", "last ten losses, plain", "lowered", "losses that are the same bit for bit"), rows), f"\n![Learning curves]({picture})"])
+    table = markdown_table(("seed", "last ten losses, plain", "lowered", "losses that are the same bit for bit"), rows)
+    page = "\n".join(["# Learning curves, plain and lowered\n", (__doc__ or "").split("\n\n", 1)[1], table, f"\n![Learning curves]({picture})"])
     text, _ = write_result("curves", made, page, {"losses": found})
     write_whole(text.with_suffix(".svg"), drawn(found))
     print(page)
