@@ -164,7 +164,7 @@ class Twin:
                 continue
             for name in own:
                 if theirs.get(name) is not known.get(name):
-                    raise Changed
+                    raise Changed("the script gives the data set another pipeline while batches are made")
             for name in {*theirs, *ours} - own:
                 if name not in theirs and name in known:
                     ours.pop(name, None)

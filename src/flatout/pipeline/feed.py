@@ -196,6 +196,9 @@ class Feed:
             lowered = lower(transform, images, self.light) if lowering else None
             start = lowered.start if lowered else len(steps)
             kept = deterministic(steps[:start], images) if self.keep else start
+            done = images
+            for step in steps:
+                done = [step(image) for image in done]
             if not all(map(same_pixels, originals, images)):
                 raise InPlace("its transforms change the images of the data set in place")
             read = (*steps[:kept if self.keep else 0], *steps[start:lowered.end if lowered else start])

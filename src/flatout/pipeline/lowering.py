@@ -151,7 +151,10 @@ def lower(transform: Any, images: Sequence[Any], light: bool = False) -> Lowered
     reasons: dict[str, None] = {}
     for start in range(len(steps)):
         form, uniform = seen[start]
-        if form is None or not uniform or (form.kind == "tensor" and any(getattr(step, "inplace", False) for step in steps[start:])):
+        if form is None or not uniform:
+            continue
+        if form.kind == "tensor" and any(getattr(step, "inplace", False) for step in steps[start:]):
+            reasons["its transforms may change the images of the data set in place"] = None
             continue
         found = _run_from(steps, start, form, light, reasons)
         if found is not None and any(drawing[found.end:]):  # an image would draw for it only after all images have drawn for the run

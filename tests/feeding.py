@@ -1,0 +1,116 @@
+"""Programs that take batches from real DataLoaders: run plainly, and with levers of the data path in a real Scene; then compared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms as v1
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
+from flatout.levers import TABLE
+
+LEVER = {lever.name: lever for lever in TABLE}
+BATCHED = ("batched_transforms", "all")
+LAZILY = ("cached_prefix", {"mib": 64})
+AT_ONCE = ("cached_prefix", {"mib": 64, "ahead": True})
+THREAD = ("loader", {"threads": 1})
+FEEDS = [(BATCHED,), (LAZILY,), (BATCHED, AT_ONCE)]
+FEED_NAMES = ["batched", "lazily", "batched at once"]
+
+
+def workers(count: int) -> tuple[str, Any]:
+    return "loader", {"workers": count}
+
+
+def augmented() -> Any:
+    return v1.Compose([v1.RandomCrop(10, padding=2), v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize([0.5] * 3, [0.25] * 3)])
+
+
+def fixed() -> Any:
+    return v1.Compose([v1.ToTensor(), v1.Normalize([0.5] * 3, [0.25] * 3)])
+
+
+def pictures(count: int = 24, height: int = 11, width: int = 13, mode: str = "RGB") -> list[Any]:
+    make = np.random.RandomState(3)
+    return [Image.fromarray(make.randint(0, 256, (height, width, 3), dtype=np.uint8)).convert(mode) for _ in range(count)]
+
+
+class Pictures(Dataset):
+    """Images in memory, a label each, and the pipeline in an attribute."""
+
+    def __init__(self, transform: Any, images: Sequence[Any] | None = None) -> None:
+        self.images = pictures() if images is None else images
+        self.labels = list(range(len(self.images)))
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.images[index]), self.labels[index]
+
+
+def epochs(dataset: Any, count: int = 2, meanwhile: Callable[[Any, int, int], Any] | None = None, **arguments: Any) -> list[Any]:
+    """Every batch of some epochs; after each one the model's own draw, and what ``meanwhile(dataset, epoch, batch)`` answers."""
+    loader, found = DataLoader(dataset, **{"batch_size": 5, "shuffle": True, **arguments}), []
+    for epoch in range(count):
+        for at, batch in enumerate(loader):
+            found += [batch, torch.rand(1)]
+            if meanwhile is not None:
+                found.append(meanwhile(dataset, epoch, at))
+    return found
+
+
+def run(program: Callable[[], Any], *levers: tuple[str, Any]) -> tuple[Any, list[Any], list[tuple[str, str]]]:
+    """What the program answers, where the generators end, and what the levers had to say."""
+    ledger, scene = Ledger(), None
+    if levers:
+        scene = Scene(torch, Listener(), ledger)
+        scene.install()
+        for name, value in levers:
+            LEVER[name].apply(scene, value, ledger)
+    try:
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+        answer = program()
+        end = [torch.get_rng_state().tolist(), random.getstate(), [part.tolist() if hasattr(part, "tolist") else part for part in np.random.get_state()]]
+    finally:
+        if scene is not None:
+            scene.rest()
+        ledger.restore()
+    return answer, end, scene.reports if scene is not None else []
+
+
+def difference(a: Any, b: Any, way: str = "") -> str:
+    """Where two answers differ in type, layout or any bit; nothing where they do not. Written without the code that it judges."""
+    if type(a) is not type(b):
+        return f"{way}: {type(a).__name__} and {type(b).__name__}"
+    if isinstance(a, Tensor):
+        if (a.dtype, a.shape, a.stride()) != (b.dtype, b.shape, b.stride()):
+            return f"{way}: {a.dtype} {tuple(a.shape)} {a.stride()} and {b.dtype} {tuple(b.shape)} {b.stride()}"
+        return "" if a.numpy().tobytes() == b.numpy().tobytes() else f"{way}: {int((a != b).sum())} of {a.numel()} values"
+    if isinstance(a, dict):
+        return f"{way}: keys" if list(a) != list(b) else next((w for key in a if (w := difference(a[key], b[key], f"{way}[{key!r}]"))), "")
+    if isinstance(a, (list, tuple)):
+        return f"{way}: length" if len(a) != len(b) else next((w for i, (x, y) in enumerate(zip(a, b, strict=True)) if (w := difference(x, y, f"{way}[{i}]"))), "")
+    return "" if a == b else f"{way}: {a!r} and {b!r}"
+
+
+def same_as_plain(program: Callable[[], Any], *levers: tuple[str, Any]) -> list[str]:
+    """Hold a program under levers against the plain one, generators included. Answers the sentences that were said."""
+    plain, plain_end, _ = run(program)
+    fed, end, said = run(program, *levers)
+    assert difference(plain, fed) == ""
+    assert end == plain_end, "a random generator ends elsewhere"
+    assert all(len(sentence.split()) >= 4 and "\n" not in sentence for _, sentence in said), said
+    return [sentence for _, sentence in said]

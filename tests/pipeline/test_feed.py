@@ -1,0 +1,664 @@
+"""The promise of a feed: batches, and what is left behind, are those of the plain loader. Real loaders, a real Scene, the real levers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import OrderedDict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("torchvision")
+
+from feeding import AT_ONCE, BATCHED, FEED_NAMES, FEEDS, LAZILY, THREAD, Pictures, augmented, difference, epochs, fixed, pictures, run, same_as_plain
+from torch.utils.data import DataLoader, TensorDataset
+from torchvision import transforms as v1
+from torchvision.transforms import v2
+
+from flatout.pipeline.feed import Feed, different
+
+each_feed = pytest.mark.parametrize("levers", FEEDS, ids=FEED_NAMES)
+KEEPING, KEEPING_NAMES = FEEDS[1:], FEED_NAMES[1:]
+each_keeping = pytest.mark.parametrize("levers", KEEPING, ids=KEEPING_NAMES)
+SHAPES = {"augmented": augmented, "fixed": fixed}
+each_pipeline = pytest.mark.parametrize("pipeline", SHAPES.values(), ids=SHAPES)
+
+
+@pytest.mark.parametrize("levers", [*FEEDS, (AT_ONCE,), (BATCHED, LAZILY)], ids=[*FEED_NAMES, "at once", "batched lazily"])
+@each_pipeline
+def test_batches_are_the_plain_ones_and_nothing_is_said(pipeline, levers):
+    assert same_as_plain(lambda: epochs(Pictures(pipeline())), *levers) == []
+
+
+# -- what a sample may be ------------------------------------------------------------------------------------------------
+
+Named = namedtuple("Named", "image label")
+SAMPLES = {
+    "dictionary": lambda x, i: {"x": x, "y": i},
+    "named": lambda x, i: Named(x, i),
+    "list": lambda x, i: [x, float(i)],
+    "nested": lambda x, i: {"a": (x, [i, np.float32(i)]), "b": np.array([i, 2])},
+    "numbers": lambda x, i: (x, i % 2 == 0, np.int64(i), -0.0, float("nan")),
+    "alone": lambda x, i: x,
+    "string": lambda x, i: (x, f"sample {i}"),
+    "ordered": lambda x, i: OrderedDict(x=x, y=i),
+    "shape": lambda x, i: (x.mean() if isinstance(x, torch.Tensor) else x, i),
+}
+
+
+class Shaped(Pictures):
+    def __init__(self, transform, shape):
+        super().__init__(transform)
+        self.shape = shape
+
+    def __getitem__(self, index):
+        return SAMPLES[self.shape](self.transform(self.images[index]), index)
+
+
+@each_feed
+@pytest.mark.parametrize("shape", SAMPLES)
+def test_whatever_a_sample_is(shape, levers):
+    same_as_plain(lambda: epochs(Shaped(augmented(), shape), 1), *levers)
+    same_as_plain(lambda: epochs(Shaped(fixed(), shape), 1), *levers)
+
+
+class Odd(Pictures):
+    def __getitem__(self, index):
+        return self.transform(self.images[index]), None
+
+
+@each_feed
+def test_what_cannot_be_collated_fails_as_it_would(levers):
+    def program():
+        with pytest.raises(TypeError) as caught:
+            epochs(Odd(fixed()))
+        return str(caught.value)
+
+    same_as_plain(program, *levers)
+
+
+# -- who draws, and when -------------------------------------------------------------------------------------------------
+
+
+class Drawing(Pictures):
+    """Draws for some samples only, and not for those that come first."""
+
+    def __init__(self, transform, draw):
+        super().__init__(transform)
+        self.draw = draw
+
+    def __getitem__(self, index):
+        return self.transform(self.images[index]), self.draw() if index > 7 and index % 3 == 1 else 0.0
+
+
+DRAWS = {"torch": lambda: torch.rand(1).item(), "random": random.random, "numpy": np.random.rand}
+
+
+@each_feed
+@each_pipeline
+@pytest.mark.parametrize("source", DRAWS)
+def test_a_data_set_that_draws_now_and_then(source, pipeline, levers):
+    """Not in the batch that is made both ways; the order of draws must hold in the later ones."""
+    same_as_plain(lambda: epochs(Drawing(pipeline(), DRAWS[source]), 1, shuffle=False), *levers)
+
+
+class Own(Pictures):
+    def __init__(self, transform, generator):
+        super().__init__(transform)
+        self.generator = generator
+
+    def __getitem__(self, index):
+        drawn = self.generator.random() if not isinstance(self.generator, torch.Generator) else torch.rand(1, generator=self.generator).item()
+        return self.transform(self.images[index]), drawn
+
+
+GENERATORS = {"numpy": lambda: np.random.default_rng(1), "old": lambda: np.random.RandomState(1), "python": lambda: random.Random(1),
+              "torch": lambda: torch.Generator().manual_seed(1)}
+
+
+@each_feed
+@each_pipeline
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_generator_of_the_data_sets_own_is_not_moved_by_looking(kind, pipeline, levers):
+    def program():
+        dataset = Own(pipeline(), GENERATORS[kind]())
+        found = epochs(dataset)
+        return [*found, dataset[0]]
+
+    same_as_plain(program, *levers)
+
+
+GLOBAL = np.random.default_rng(0)
+
+
+class Noisy:
+    def __call__(self, image):
+        return image + float(GLOBAL.normal())
+
+
+@each_feed
+def test_a_generator_that_a_transform_finds_in_its_module(levers):
+    def program():
+        GLOBAL.bit_generator.state = np.random.default_rng(0).bit_generator.state
+        return [*epochs(Pictures(v1.Compose([v1.ToTensor(), Noisy()]))), GLOBAL.normal()]
+
+    same_as_plain(program, *levers)
+
+
+class TwoViews(Pictures):
+    """As contrastive learning has them: the pipeline is asked twice for a sample."""
+
+    def __getitem__(self, index):
+        return self.transform(self.images[index]), self.transform(self.images[index]), index
+
+
+@each_feed
+def test_two_views_of_each_image(levers):
+    assert same_as_plain(lambda: epochs(TwoViews(augmented())), *levers) == []
+
+
+class Wild(Pictures):
+    """Another answer each time, from nowhere that could be seen."""
+
+    def __init__(self, transform):
+        super().__init__(transform)
+        self.count = itertools.count()
+
+    def __getitem__(self, index):
+        return self.transform(self.images[index]), next(self.count)
+
+
+@each_feed
+def test_a_data_set_that_never_answers_twice_is_refused(levers):
+    _, _, said = run(lambda: epochs(Wild(fixed())), *levers)
+    assert any("not the same each time" in sentence or "differ" in sentence for _, sentence in said)
+
+
+# -- what code of the data set leaves behind -----------------------------------------------------------------------------
+
+
+class Counting(Pictures):
+    def __init__(self, transform):
+        super().__init__(transform)
+        self.fetched = 0
+
+    def __getitem__(self, index):
+        self.fetched += 1
+        return super().__getitem__(index)
+
+
+@each_feed
+@each_pipeline
+def test_a_counter_counts_as_it_would(pipeline, levers):
+    """After each batch, not only when the next one is asked for; and the looking does not count."""
+    same_as_plain(lambda: epochs(Counting(pipeline()), meanwhile=lambda dataset, epoch, at: dataset.fetched), *levers)
+
+
+class Logging(Pictures):
+    def __init__(self, transform):
+        super().__init__(transform)
+        self.asked = []
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return super().__getitem__(index)
+
+
+@each_keeping
+def test_looking_leaves_nothing_in_a_list_of_the_data_set(levers):
+    """Nor is such a data set kept: it would no longer be asked."""
+    def program():
+        dataset = Logging(fixed())
+        epochs(dataset)
+        return dataset.asked
+
+    plain, _, _ = run(program)
+    fed, _, said = run(program, *levers)
+    assert any("changes each time a sample is fetched" in sentence for _, sentence in said)
+    # A batch that is made both ways is fetched twice where the list is shared with it; no sample is missing.
+    assert [index for index, _ in itertools.groupby(fed)] and set(fed) == set(plain)
+
+
+class Caching(Pictures):
+    """Keeps what came out of its pipeline: augmented once, as some do it."""
+
+    def __init__(self, transform):
+        super().__init__(transform)
+        self.kept = {}
+
+    def __getitem__(self, index):
+        if index not in self.kept:
+            self.kept[index] = self.transform(self.images[index])
+        return self.kept[index], self.labels[index]
+
+
+@each_feed
+@each_pipeline
+def test_a_data_set_that_keeps_its_images_itself(pipeline, levers):
+    """Nothing of ours may come to lie in what it keeps, nor anything that was drawn while looking."""
+    def program():
+        dataset = Caching(pipeline())
+        found = epochs(dataset)
+        assert all(type(image) is torch.Tensor for image in dataset.kept.values())
+        return [*found, [dataset[index] for index in range(24)]]
+
+    same_as_plain(program, *levers)
+
+
+class Opening(Pictures):
+    """Opens its file when a sample is first asked for."""
+
+    file = None
+
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file = open("/dev/zero", "rb")  # noqa: SIM115
+        return self.transform(self.images[index]), len(self.file.read(1 + index % 3))
+
+
+@each_feed
+@each_pipeline
+def test_a_file_that_is_opened_late(pipeline, levers):
+    assert same_as_plain(lambda: epochs(Opening(pipeline())), *levers) == []
+
+
+class Failing(Pictures):
+    def __getitem__(self, index):
+        if index == 13:
+            random.random()
+            np.random.rand()
+            torch.rand(1)
+            raise KeyError("sample 13 is broken")
+        return super().__getitem__(index)
+
+
+@each_feed
+@each_pipeline
+def test_an_exception_comes_out_once_and_the_loader_goes_on(pipeline, levers):
+    """Where what was drawn before it is drawn once, from every generator."""
+    def program():
+        taking, found = iter(DataLoader(Failing(pipeline()), batch_size=4)), []
+        for _ in range(6):
+            try:
+                found.append(next(taking))
+            except KeyError as error:
+                found.append(str(error))
+        return found
+
+    same_as_plain(program, *levers)
+
+
+class Interrupted(Pictures):
+    def __getitem__(self, index):
+        if index == 13:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("levers", [*FEEDS, (THREAD,)], ids=[*FEED_NAMES, "thread"])
+def test_an_interrupt_is_not_swallowed(levers):
+    def program():
+        with pytest.raises(KeyboardInterrupt):
+            epochs(Interrupted(fixed()), shuffle=False)
+
+    run(program, *levers)
+
+
+# -- what changes under it -----------------------------------------------------------------------------------------------
+
+
+def label(dataset, epoch, at):
+    if (epoch, at) == (0, 3):
+        dataset.labels[2] = 99
+
+
+def labels_replaced(dataset, epoch, at):
+    if (epoch, at) == (1, 1):
+        dataset.labels = [label + 50 for label in dataset.labels]
+
+
+def one_image(dataset, epoch, at):
+    if (epoch, at) == (0, 4):
+        dataset.images[7] += 1
+
+
+def all_images(dataset, epoch, at):
+    if (epoch, at) == (1, 1):
+        dataset.images[:] = 0
+
+
+def images_replaced(dataset, epoch, at):
+    if (epoch, at) == (1, 1):
+        dataset.images = dataset.images[::-1] if isinstance(dataset.images, list) else dataset.images + 1
+
+
+def probability(dataset, epoch, at):
+    if (epoch, at) == (0, 1):
+        dataset.transform.transforms[1].p = 1.0
+
+
+def constant(dataset, epoch, at):
+    if (epoch, at) == (1, 1):
+        dataset.transform.transforms[-1].mean = [0.1] * 3
+
+
+def one_more_step(dataset, epoch, at):
+    if (epoch, at) == (0, 2):
+        dataset.transform.transforms.append(v1.RandomErasing(p=1.0))
+
+
+def other_pipeline(dataset, epoch, at):
+    if (epoch, at) == (0, 2):
+        dataset.transform = v1.Compose([v1.CenterCrop(10), v1.ToTensor()])
+
+
+def no_pipeline_in_the_next_epoch(dataset, epoch, at):
+    if (epoch, at) == (0, 4):
+        dataset.transform = v1.ToTensor()
+
+
+CHANGES = [label, labels_replaced, images_replaced, probability, constant, one_more_step, other_pipeline, no_pipeline_in_the_next_epoch]
+
+
+@each_feed
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_by_the_script_counts_from_the_next_batch_on(change, levers):
+    same_as_plain(lambda: epochs(Pictures(augmented()), 3, change), *levers)
+    if change is not probability:
+        same_as_plain(lambda: epochs(Pictures(fixed()), 3, change), *levers)
+
+
+def stacked():
+    return np.stack([np.asarray(image) for image in pictures()])
+
+
+def tensors():
+    return torch.from_numpy(stacked()).permute(0, 3, 1, 2)
+
+
+def floats():
+    return v2.Compose([v2.RandomCrop(10), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)])
+
+
+@each_feed
+@pytest.mark.parametrize("change", [one_image, all_images, images_replaced], ids=lambda change: change.__name__)
+def test_data_that_is_changed_in_place(change, levers):
+    """One image among many: whoever only looks at a sample now and then would miss it."""
+    same_as_plain(lambda: epochs(Pictures(fixed(), stacked()), 3, change), *levers)
+    same_as_plain(lambda: epochs(Pictures(floats(), tensors()), 3, change), *levers)
+
+
+@each_keeping
+def test_large_data_is_looked_through_when_an_epoch_begins(levers):
+    def program():
+        large = np.zeros((24, 96, 96, 3), dtype=np.uint8)
+        return [batch[0][:, :, 0, 0] for batch in epochs(Pictures(fixed(), large), 2, one_image) if isinstance(batch, list)]
+
+    assert any("changed" in sentence for sentence in same_as_plain(program, *levers))
+
+
+@each_keeping
+def test_tensors_that_are_replaced(levers):
+    def change(dataset, epoch, at):
+        if (epoch, at) == (1, 1):
+            dataset.tensors = (dataset.tensors[0] * 2, dataset.tensors[1])
+
+    said = same_as_plain(lambda: epochs(TensorDataset(torch.arange(48.0).view(24, 2), torch.arange(24)), 3, change), *levers)
+    assert any("has changed its data set" in sentence for sentence in said)
+
+
+class WithEpoch(Pictures):
+    epoch = 0
+
+    def __getitem__(self, index):
+        return self.transform(self.images[index]), index + 100 * self.epoch
+
+
+@each_feed
+@each_pipeline
+def test_set_epoch(pipeline, levers):
+    def next_epoch(dataset, epoch, at):
+        if at == 4:
+            dataset.epoch = epoch + 1
+
+    same_as_plain(lambda: epochs(WithEpoch(pipeline()), 3, next_epoch), *levers)
+
+
+@each_feed
+@pytest.mark.parametrize("last", [v1.Normalize([0.5] * 3, [0.25] * 3, inplace=True), v1.Lambda(lambda image: image.mul_(0.5))], ids=["normalize", "lambda"])
+def test_transforms_that_write_into_the_data_are_left_alone(last, levers):
+    """A look would be a change."""
+    def program():
+        data = tensors() / 255
+        return [*epochs(Pictures(v1.Compose([v1.RandomHorizontalFlip(), last]), data), 3), data]
+
+    assert any("in place" in sentence for sentence in same_as_plain(program, *levers))
+
+
+# -- images that are not alike -------------------------------------------------------------------------------------------
+
+
+def mixed(*, late):
+    images = pictures(20)
+    images[17] = late(images[17])
+    return images
+
+
+@each_feed
+def test_a_late_image_of_another_mode_fails_as_it_would(levers):
+    """One gray image far behind: with three constants for one channel torchvision raises, and so must the batch."""
+    def program():
+        with pytest.raises(RuntimeError) as caught:
+            epochs(Pictures(augmented(), mixed(late=lambda image: image.convert("L"))), 1, shuffle=False)
+        return str(caught.value)
+
+    same_as_plain(program, *levers)
+
+
+@each_feed
+@pytest.mark.parametrize("mode", ["L", "P", "1", "RGBA", "I;16", "CMYK"])
+def test_late_images_of_another_mode_that_a_transform_evens_out(mode, levers):
+    def late(image):
+        return image.convert("L").convert("I").convert("I;16") if mode == "I;16" else image.convert(mode)
+
+    pipeline = v1.Compose([v1.Lambda(lambda image: image), v1.RandomHorizontalFlip(), v1.Lambda(lambda image: image.convert("RGB")), v1.ToTensor()])
+    same_as_plain(lambda: epochs(Pictures(pipeline, mixed(late=late)), 2, shuffle=False), *levers)
+    same_as_plain(lambda: epochs(Pictures(v1.Compose([v1.Grayscale(3), v1.RandomHorizontalFlip(), v1.ToTensor()]), mixed(
+        late=lambda image: image.convert("L"))), 2, shuffle=False), *levers)
+
+
+@each_feed
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "I;16"])
+def test_images_of_every_mode(mode, levers):
+    images = [image.convert("L").convert("I").convert("I;16") if mode == "I;16" else image.convert(mode) for image in pictures()]
+    pipeline = v1.Compose([v1.RandomCrop(10), v1.RandomHorizontalFlip(), v1.ToTensor()])
+    same_as_plain(lambda: epochs(Pictures(pipeline, images), 1), *levers)
+
+
+@each_feed
+def test_images_of_different_sizes(levers):
+    images = [image.resize((11 + index % 5, 12 + index % 3)) for index, image in enumerate(pictures())]
+    same_as_plain(lambda: epochs(Pictures(augmented(), images)), *levers)
+
+
+# -- which loaders -------------------------------------------------------------------------------------------------------
+
+
+@each_feed
+@pytest.mark.parametrize("arguments", [
+    {"drop_last": True}, {"batch_size": 1}, {"batch_size": 24}, {"batch_size": 7}, {"shuffle": False}, {"pin_memory": True},
+    {"shuffle": False, "sampler": range(3, 20)}, {"shuffle": False, "sampler": [5, 5, 5, 6, 23, 0]},
+], ids=str)
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_arguments_of_a_loader(arguments, levers):
+    assert same_as_plain(lambda: epochs(Pictures(augmented()), **arguments), *levers) == []
+
+
+SAMPLERS = {
+    "own generator": lambda: {"generator": torch.Generator().manual_seed(9)},
+    "weighted": lambda: {"shuffle": False, "sampler": torch.utils.data.WeightedRandomSampler([1.0] * 12 + [3.0] * 12, 24)},
+    "replacement": lambda: {"shuffle": False, "sampler": torch.utils.data.RandomSampler(range(24), replacement=True, num_samples=40)},
+    "batches": lambda: {"batch_size": 1, "shuffle": False, "batch_sampler": [[0, 1, 2], [3], [23, 22, 4, 5], [7, 7]]},
+    "subset": lambda: {"shuffle": False, "sampler": torch.utils.data.SubsetRandomSampler(range(4, 19))},
+}
+
+
+@pytest.mark.parametrize("levers", [*FEEDS, (THREAD,), (THREAD, *FEEDS[0])], ids=[*FEED_NAMES, "thread", "thread batched"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers(name, levers):
+    same_as_plain(lambda: epochs(Pictures(augmented()), **SAMPLERS[name]()), *levers)
+    same_as_plain(lambda: epochs(Pictures(fixed()), **SAMPLERS[name]()), *levers)
+
+
+@each_feed
+def test_a_loop_that_is_left_early_one_inside_another_and_two_loaders(levers):
+    def program():
+        dataset, other = Pictures(augmented()), Pictures(fixed())
+        loader, second, found = DataLoader(dataset, 5, shuffle=True), DataLoader(other, 4), []
+        for at, batch in enumerate(loader):
+            found.append(batch)
+            if at == 2:
+                break
+        for batch, inner in zip(loader, loader, strict=True):
+            found += [batch, inner]
+        for batch in loader:
+            found += [batch, next(iter(second)), next(iter(loader))]
+        return found
+
+    assert same_as_plain(program, *levers) == []
+
+
+class Fetching(Pictures):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Endless(torch.utils.data.Sampler):
+    def __len__(self):
+        return 10**10
+
+    def __iter__(self):
+        return itertools.count()
+
+
+class Stateful(torch.utils.data.Sampler):
+    """Depends on what was trained meanwhile."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        for _ in range(20):
+            yield self.at % 24
+            self.at += 1
+
+
+@pytest.mark.parametrize("levers", [*FEEDS, (THREAD,), (("loader", {"workers": 2}),)], ids=[*FEED_NAMES, "thread", "workers"])
+@pytest.mark.parametrize("case", ["stream", "collate", "own batches", "no batches"])
+def test_what_is_left_alone_says_why(case, levers):
+    def program():
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                return iter(torch.arange(24.0))
+
+        loaders = {
+            "stream": lambda: DataLoader(Stream(), 5),
+            "collate": lambda: DataLoader(Pictures(fixed()), 5, collate_fn=lambda samples: [label for _, label in samples]),
+            "own batches": lambda: DataLoader(Fetching(fixed()), 5),
+            "no batches": lambda: DataLoader(Pictures(fixed()), batch_size=None),
+        }
+        return list(loaders[case]())
+
+    if levers[0][0] == "loader" and case in ("collate", "own batches", "no batches"):
+        return
+    said = same_as_plain(program, *levers)
+    assert said or levers[0][0] == "loader"
+
+
+@pytest.mark.parametrize("levers", [(THREAD,), (("loader", {"workers": 2}),), (BATCHED,), (AT_ONCE,)], ids=["thread", "workers", "batched", "at once"])
+def test_samplers_of_the_scripts_own_are_asked_as_late_as_ever(levers):
+    def program():
+        sampler, found = Stateful(), []
+        for batch in DataLoader(Pictures(augmented()), 4, sampler=sampler):
+            found.append((batch, sampler.at))
+            sampler.at += 2
+        taking = iter(DataLoader(TensorDataset(torch.arange(1000)), 3, sampler=Endless()))
+        return [*found, [next(taking) for _ in range(5)]]
+
+    same_as_plain(program, *levers)
+
+
+@each_feed
+def test_the_scripts_objects_stay_as_they_are(levers):
+    def program():
+        dataset = Pictures(augmented())
+        loader = DataLoader(dataset, 5, shuffle=True)
+        before = [dict(vars(thing)) for thing in (dataset, dataset.transform, *dataset.transform.transforms[2:])]
+        epochs_of = [batch for _ in range(2) for batch in loader]
+        after = [dict(vars(thing)) for thing in (dataset, dataset.transform, *dataset.transform.transforms[2:])]
+        assert all(now[name] is value for then, now in zip(before, after, strict=True) for name, value in then.items())
+        assert [now.keys() for now in after] == [then.keys() for then in before]
+        assert loader.dataset is dataset
+        return epochs_of
+
+    same_as_plain(program, *levers)
+
+
+def test_a_budget_that_holds_only_some_samples():
+    """The rows that fit are kept, the others are fetched, and a step that draws lies between what is kept and the batch."""
+    pipeline = v1.Compose([v1.Resize(96), v1.RandomAutocontrast(), v1.Lambda(lambda image: image), v1.RandomHorizontalFlip(), v1.ToTensor()])
+    images = pictures(48, 96, 128)
+    for levers in [(("cached_prefix", {"mib": 1}),), (BATCHED, ("cached_prefix", {"mib": 1}))]:
+        said = same_as_plain(lambda: epochs(Pictures(pipeline, images), batch_size=6), *levers)
+        assert not any("kept" in sentence for sentence in said)
+
+
+def test_samples_that_are_kept_are_not_fetched_again():
+    """But one a batch, to see whether it changes."""
+    class Asked(Pictures):
+        asked = {"count": 0}
+
+        def __getitem__(self, index):
+            type(self).asked["count"] += 1
+            return super().__getitem__(index)
+
+    run(lambda: epochs(Asked(fixed()), 4), BATCHED, LAZILY)
+    assert Asked.asked["count"] < 24 + 5 * 4 + 40 < 4 * 24 + 40
+
+
+def test_a_transform_is_done_once_for_a_batch():
+    """That the batched way is taken at all: transforms that were read are not called any more."""
+    class Watched(v1.ToTensor):
+        pass
+
+    calls = []
+    really = v1.Normalize.forward
+    try:
+        v1.Normalize.forward = lambda self, image: calls.append(1) or really(self, image)
+        run(lambda: epochs(Pictures(augmented()), 4), BATCHED)
+    finally:
+        v1.Normalize.forward = really
+    assert len(calls) < 4 * 24 / 2
+
+
+def test_difference_between_two_batches():
+    x = torch.tensor([[0.0, 1.0], [2.0, float("nan")]])
+    assert different(x, x.clone(), 0.0) == ""
+    for other in (x.double(), x.t(), x.flatten(), torch.where(x == 0, -0.0, x), x + 1e-6, [x]):
+        assert different(x, other, 0.0)
+    assert different([x[0], {"a": 1}], [x[0] + 0.25, {"a": 1}], 0.25) == ""
+    assert different([x[0], {"a": 1}], [x[0] + 0.26, {"a": 1}], 0.25)
+    for other in ([x], [x, {"b": 1}], (x, {"a": 1}), [x, {"a": 2}]):
+        assert different([x, {"a": 1}], other, 0.0)
+
+
+def test_trying_out_a_loader_leaves_the_generators():
+    before = torch.get_rng_state()
+    feed = Feed(DataLoader(Pictures(augmented()), 5))
+    feed.batched = True
+    feed.prepare()
+    assert feed.try_out() == ""
+    assert torch.equal(before, torch.get_rng_state())
+    assert difference([1], [1]) == ""
