@@ -56,7 +56,7 @@ def encoded(value: Any) -> tuple[str, Tensor, Any]:
     if type(value) in SCALARS:
         try:
             return "number", torch.tensor(value, dtype=SCALARS[type(value)]), type(value)
-        except (OverflowError, RuntimeError) as error:
+        except (OverflowError, RuntimeError, ValueError) as error:
             raise Unknown(f"a sample holds the number {value}") from error
     if type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu" and not value.requires_grad and not value.is_quantized:
         return "tensor", value, None
