@@ -1,0 +1,171 @@
+"""Twins and what makes them, on the one device that is always there: the host itself. Streams and pinned memory need a GPU (tests/levers/test_gpu.py)."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+pytest.importorskip("torchvision")
+
+from PIL import Image
+from torchvision import transforms
+
+from flatout.pipeline.device import MOST_TWINS, CopiesAhead, Lane, Resident, Twins, device_of, tensors_in
+from flatout.pipeline.feed import Feed, Keep, Memory
+
+CPU = torch.device("cpu")
+
+
+def test_a_twin_is_handed_out_once():
+    twins, host = Twins(), torch.arange(4.0)
+    assert not twins
+    twins.offer(host, twin := host.clone(), None)
+    assert twins
+    assert twins.take(host, CPU) is twin
+    assert twins.take(host, CPU) is None
+
+
+def test_a_tensor_that_was_changed_has_no_twin():
+    twins, host = Twins(), torch.arange(4.0)
+    twins.offer(host, host.clone(), None)
+    host.add_(1)
+    assert twins.take(host, CPU) is None
+
+
+def test_another_device_or_another_tensor_has_no_twin():
+    twins, host = Twins(), torch.arange(4.0)
+    twins.offer(host, host.clone(), None)
+    assert twins.take(host.clone(), CPU) is None
+    assert twins.take(host, torch.device("meta")) is None
+
+
+def test_twins_keep_no_batch_alive_and_are_not_many():
+    twins, host = Twins(), torch.zeros(2)
+    gone = weakref.ref(host)
+    twins.offer(host, torch.zeros(2), None)
+    del host
+    gc.collect()
+    assert gone() is None
+    kept = [torch.zeros(1) for _ in range(MOST_TWINS + 5)]
+    for each in kept:
+        twins.offer(each, each.clone(), None)
+    assert [twins.take(each, CPU) is None for each in kept].count(True) == 5
+
+
+def test_copies_are_the_values_that_were_there():
+    lane, tensor = Lane(CPU), torch.arange(6).view(2, 3)
+    with lane.open():
+        there, back = lane.to_device(tensor), lane.to_host(tensor)
+    assert lane.mark() is None
+    assert torch.equal(there, tensor)
+    assert torch.equal(back, tensor)
+    assert there.data_ptr() != tensor.data_ptr() != back.data_ptr()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 50])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_are_taken_ahead_and_come_in_order(depth, workers):
+    """As many as asked for once it is known where they go, all of them, and again in the next epoch; each tensor's twin is its own."""
+    loader = DataLoader(TensorDataset(torch.arange(20.0).view(20, 1), torch.arange(20)), batch_size=4, num_workers=workers, persistent_workers=workers > 0)
+    plain = list(loader)
+    for _ in range(2):
+        twins, iterator = Twins(), iter(loader)
+        iterator._next_data = CopiesAhead(iterator, depth, twins)
+        found, handed_out = [], 0
+        for images, labels in iterator:
+            twin = twins.take(images, CPU)
+            handed_out += twin is not None
+            assert twin is None or torch.equal(twin, images)
+            assert twins.take(labels, torch.device("meta")) is None
+            found.append([images, labels])
+        assert handed_out == len(plain) - 1  # where the first one goes nobody could know
+        assert all(torch.equal(a, b) for x, y in zip(plain, found, strict=True) for a, b in zip(x, y, strict=True))
+        if workers:
+            del iterator._next_data  # a persistent iterator is the same one in the next epoch
+
+
+def test_an_iterator_that_is_left_early_is_let_go():
+    loader = DataLoader(TensorDataset(torch.zeros(20, 1)), batch_size=4)
+    iterator = iter(loader)
+    iterator._next_data = CopiesAhead(iterator, 2, Twins())
+    next(iterator)
+    gone = weakref.ref(iterator)
+    del iterator
+    gc.collect()
+    assert gone() is None
+
+
+class Images(Dataset):
+    def __init__(self, transform, count=24):
+        self.data = np.random.default_rng(0).integers(0, 256, (count, 12, 10, 3), dtype=np.uint8)
+        self.transform = transform
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.transform(Image.fromarray(self.data[index])), {"label": index % 3}
+
+
+PIPELINE = [transforms.RandomCrop(10, padding=2), transforms.RandomHorizontalFlip(), transforms.ToTensor(), transforms.Normalize((0.5,) * 3, (0.2,) * 3)]
+
+
+def fed(dataset, resident):
+    loader = DataLoader(dataset, batch_size=5, shuffle=True)
+    feed = Feed(loader)
+    feed.batched, feed.keep, feed.resident = True, Keep(Memory(2**24), ahead=True), resident
+    told = []
+    feed.listeners["keep"] = told.append
+    torch.manual_seed(3)
+    found = []
+    for _ in range(2):
+        iterator = iter(loader)
+        iterator._dataset_fetcher.dataset, iterator._dataset_fetcher.collate_fn = feed.begin(iterator), feed.collate
+        found += list(iterator)
+    return found, torch.get_rng_state(), told
+
+
+def plain(dataset):
+    torch.manual_seed(3)
+    loader = DataLoader(dataset, batch_size=5, shuffle=True)
+    return [batch for _ in range(2) for batch in loader], torch.get_rng_state()
+
+
+def same(a, b):
+    return all(torch.equal(x, y) and x.stride() == y.stride() for one, other in zip(a, b, strict=True)
+               for x, y in zip(tensors_in(one), tensors_in(other), strict=True))
+
+
+def test_batches_made_where_the_data_lies_are_the_plain_ones():
+    dataset, twins = Images(transforms.Compose(PIPELINE)), Twins()
+    found, end, told = fed(dataset, Resident(CPU, twins))
+    expected, expected_end = plain(dataset)
+    assert told == []
+    assert same(found, expected)
+    assert torch.equal(end, expected_end)
+    images, labels = found[-1][0], found[-1][1]["label"]
+    for host in (images, labels):
+        twin = twins.take(host, CPU)
+        assert twin is not None
+        assert torch.equal(twin, host)
+
+
+def test_what_needs_single_samples_does_not_lie_on_the_device():
+    dataset = Images(transforms.Compose([transforms.RandomChoice([transforms.Pad(0)]), *PIPELINE]))
+    found, end, told = fed(dataset, Resident(CPU, Twins()))
+    expected, expected_end = plain(dataset)
+    assert same(found, expected)
+    assert torch.equal(end, expected_end)
+    assert any("not all of it can lie on the device" in sentence for sentence in told)
+
+
+def test_what_names_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert device_of("cuda") == torch.device("cuda", 1)
+    assert device_of("cuda:0") == device_of(0) == device_of(torch.device("cuda", 0)) == torch.device("cuda", 0)
+    assert [device_of(each) for each in ("cpu", torch.float32, None, True, "nonsense", torch.device("cpu"))] == [None] * 6
