@@ -77,3 +77,30 @@ def test_copies_from_pinned_memory_arrive(program):
         assert torch.equal(x.to("cuda").cpu(), x)
         assert torch.equal(y.cuda().cpu(), y)
     live.train(2)
+
+
+class Bytes(torch.utils.data.Dataset):
+    def __init__(self, transform):
+        self.data = torch.randint(0, 256, (64, 12, 12, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)).numpy()
+        self.transform = transform
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.transform(pytest.importorskip("PIL.Image").fromarray(self.data[index])), index % 5
+
+
+@pytest.mark.parametrize(("name", "value", "workers"), [("resident_data", {"mib": 64}, 0), ("resident_data", {"mib": 64}, 2), ("device_prefetch", 2, 2)])
+def test_batches_that_are_there_already_are_the_plain_ones(program, name, value, workers):
+    """Losses and weights bit for bit, and the copies were really taken from where they lay."""
+    transforms = pytest.importorskip("torchvision.transforms")
+    pipeline = transforms.Compose([transforms.RandomCrop(12, padding=2), transforms.RandomHorizontalFlip(), transforms.ToTensor()])
+    plain, live = program(device="cuda", epochs=0), program(device="cuda", epochs=0, early=[(LEVER[name], value)])
+    for each in (plain, live):
+        torch.manual_seed(5)
+        each.loader = torch.utils.data.DataLoader(Bytes(pipeline), batch_size=8, shuffle=True, num_workers=workers)
+        each.train(3)
+    assert live.scene.reports == []
+    assert live.losses == plain.losses
+    assert all(torch.equal(a, b) for a, b in zip(weights(live), weights(plain), strict=True))
