@@ -10,7 +10,7 @@ from flatout.levers import TABLE
 from flatout.plan.plan import spell
 from flatout.plan.records import Contest, Ratio
 from flatout.plan.words import Effect, Status
-from flatout.tune.candidates import Candidate, consider, plan_of, recall, widest
+from flatout.tune.candidates import Candidate, consider, plan_of, recall, widest, without_long_starts
 
 LEVER = {lever.name: lever for lever in TABLE}
 EVERY = frozenset(Effect) - {Effect.CHANGES_MATH}
@@ -112,6 +112,22 @@ def test_effects_narrow_the_field_by_what_they_are_here():
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 4]), st.one_of(st.none(), ratios)), max_size=5, unique_by=lambda pair: pair[0]))
+@pytest.mark.parametrize(
+    ("loader", "offered"),
+    [
+        ({"length": 1000, "batch_size": 10, "num_workers": 0}, True),  # 100 batches, 20 ms each
+        ({"length": 10_000, "batch_size": 10, "num_workers": 0}, False),
+        ({"length": 1000, "batch_size": 10, "num_workers": 2}, False),  # at most 100 ms each, of two workers
+        ({"length": None, "batch_size": None, "num_workers": 0}, True),
+    ],
+)
+def test_nothing_that_fetches_a_whole_data_set_first_where_that_takes_long(loader, offered):
+    held = {"cached_prefix": candidate("cached_prefix", ({"mib": 9, "ahead": True}, {"mib": 9})), "threads": candidate()}
+    without_long_starts(held, [loader], {"tick_ms": 100.0, "data_ms": 20.0}, most_s=10.0)
+    assert [value.get("ahead", False) for value in held["cached_prefix"].values] == ([True, False] if offered else [False])
+    assert held["threads"].values == (1, 2)
+
+
 def test_what_is_recalled_is_not_measured_again(known):
     """Every value either has a contest or is still open; a contest without a ratio was a failure, and is not tried again."""
     contests = [Contest(spell("threads", value), "plain", "live", r.median, r.low, r.high, r.n) if r else

@@ -41,6 +41,10 @@ class PhaseRecorder:
         if len(self._steps) > KEPT_STEPS:
             del self._steps[0]
 
+    def waited_ms(self) -> float:
+        """Of the step that is open: how long the program has waited for data."""
+        return float(sum(self._host.elapsed_ms(start, end) for phase, start, end in self._spans if phase == "data"))
+
     def forget(self) -> None:
         """Drop what was collected so far (the warm-up, or the time in which another process had the baton)."""
         self._steps.clear()

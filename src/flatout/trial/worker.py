@@ -94,6 +94,7 @@ class Worker(Listener):
         self.warmup_steps = 0
         self.warmup_ms = 0.0
         self.ticks_ms: list[float] = []
+        self.waits_ms: list[float] = []  # of the warm-up, for data
         self.tick_start: Any = None
         self.block: list[tuple[Any, Any]] = []
         self.block_left = 0
@@ -229,6 +230,7 @@ class Worker(Listener):
             self.block_left = self.block_left - 1 if seconds() < self.block_until_s else 0
         elif self.replica is None:
             self.ticks_ms.append(self.clock.elapsed_ms(start, now))
+            self.waits_ms.append(self.phases.waited_ms())
             self.phases.forget()
             if is_steady(self.ticks_ms, seconds() - (self.first_backward_s or 0.0), self.fewest_ticks):
                 self._becomes_warm()
@@ -242,6 +244,7 @@ class Worker(Listener):
         self.notes.losses()
         self.notes.samples = 0
         self._answer({"ready": True, "unit": self.unit, "ticks": len(self.ticks_ms), "tick_ms": block_ms(self.ticks_ms[-8:]), "warmup_ms": self.warmup_ms,
+                      "data_ms": median(self.waits_ms[-8:]),
                       "copies": copies_that_fit(self.torch, self.scene.device_type, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
                       "device": self.scene.device_type, "boundaries": "backward" if self.scene.boundaries.by_backward else "optimizer",
                       "applied": [o.to_json() for o in self.applier.outcomes if o.applied],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,19 @@ def consider(options: dict[str, Any], effects: frozenset[Effect], only: frozense
         else:
             found[lever.name] = Candidate(lever, tuple(answer["values"]), effect, reason=NO_TIME)
     return found
+
+
+def without_long_starts(candidates: Mapping[str, Candidate], loaders: Iterable[Mapping[str, Any]], ready: Mapping[str, Any], most_s: float) -> None:
+    """Leave out what would fetch every sample before the first batch, where that takes longer than ``most_s``.
+
+    A sample costs its share of the wait for a batch; where workers fetch it, at most their number times its share of a step.
+    """
+    total_ms = 0.0
+    for loader in loaders:
+        a_batch_ms = ready["tick_ms"] * loader["num_workers"] or ready["data_ms"]
+        total_ms += (loader["length"] or 0) / (loader["batch_size"] or 1) * a_batch_ms
+    for candidate in candidates.values() if total_ms / 1000 > most_s else ():
+        candidate.values = tuple(value for value in candidate.values if not (isinstance(value, dict) and value.get("ahead")))
 
 
 def recall(todo: Iterable[Candidate], contests: Iterable[Contest]) -> list[Candidate]:
