@@ -111,7 +111,6 @@ def test_effects_narrow_the_field_by_what_they_are_here():
     assert exact["loader"].effect is Effect.EXACT
 
 
-@given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 4]), st.one_of(st.none(), ratios)), max_size=5, unique_by=lambda pair: pair[0]))
 @pytest.mark.parametrize(
     ("loader", "offered"),
     [
@@ -128,6 +127,7 @@ def test_nothing_that_fetches_a_whole_data_set_first_where_that_takes_long(loade
     assert held["threads"].values == (1, 2)
 
 
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 4]), st.one_of(st.none(), ratios)), max_size=5, unique_by=lambda pair: pair[0]))
 def test_what_is_recalled_is_not_measured_again(known):
     """Every value either has a contest or is still open; a contest without a ratio was a failure, and is not tried again."""
     contests = [Contest(spell("threads", value), "plain", "live", r.median, r.low, r.high, r.n) if r else
