@@ -102,7 +102,9 @@ def difference(a: Any, b: Any, way: str = "") -> str:
     if isinstance(a, dict):
         return f"{way}: keys" if list(a) != list(b) else next((w for key in a if (w := difference(a[key], b[key], f"{way}[{key!r}]"))), "")
     if isinstance(a, (list, tuple)):
-        return f"{way}: length" if len(a) != len(b) else next((w for i, (x, y) in enumerate(zip(a, b, strict=True)) if (w := difference(x, y, f"{way}[{i}]"))), "")
+        if len(a) != len(b):
+            return f"{way}: {len(a)} and {len(b)} parts"
+        return next((w for i, (x, y) in enumerate(zip(a, b, strict=True)) if (w := difference(x, y, f"{way}[{i}]"))), "")
     return "" if a == b else f"{way}: {a!r} and {b!r}"
 
 

@@ -34,6 +34,7 @@ VALUES = {
     "loader": [{"workers": 1}, {"workers": 0}, {"workers": 2, "pin": True, "prefetch": 4}], "tf32": [True], "cudnn_benchmark": [True],
     "reduced_precision": [True], "channels_last": [True], "autocast": ["bfloat16", "float16"],
     "compile": ["default", "reduce-overhead", "max-autotune-no-cudagraphs"], "fused_ops": [True], "fused_optimizer": ["fused", "foreach"],
+    "batched_transforms": ["all", "light"], "cached_prefix": [{"mib": 64}, {"mib": 64, "ahead": True}],
 }
 BY_NAME = {lever.name: lever for lever in TABLE}
 IN_PROCESS = [lever for lever in TABLE if lever.moment is not Moment.PROCESS]

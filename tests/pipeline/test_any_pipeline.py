@@ -110,7 +110,8 @@ def pipelines(draw):
             steps.append(draw(st.sampled_from([v1.ToTensor, v1.ToTensor, v1.PILToTensor]))())
         else:
             steps += draw(st.sampled_from([[v2.ToTensor()], [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)],
-                                           [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)], [v2.ToImage(), v2.ToDtype(torch.float32), v2.ToPureTensor()]]))
+                                           [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)],
+                                           [v2.ToImage(), v2.ToDtype(torch.float32), v2.ToPureTensor()]]))
     elif source != "floats":
         steps.append(v1.ConvertImageDtype(torch.float32) if family is v1 else v2.ToDtype(torch.float32, scale=draw(st.booleans())))
     steps += draw(st.lists(of_floats(family), max_size=2))

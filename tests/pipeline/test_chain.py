@@ -54,14 +54,17 @@ def folder(tmp: Path):
 
 FOUND = {
     "itself": lambda: (Pictures(augmented()), 1), "subset": lambda: (Subset(Pictures(augmented()), range(3, 20)), 1),
-    "split": lambda: (random_split(Pictures(augmented()), [20, 4])[0], 1), "subset of a subset": lambda: (Subset(Subset(Pictures(augmented()), range(20)), [4, 2, 9, 1]), 1),
+    "split": lambda: (random_split(Pictures(augmented()), [20, 4])[0], 1),
+    "subset of a subset": lambda: (Subset(Subset(Pictures(augmented()), range(20)), [4, 2, 9, 1]), 1),
     "two": lambda: (ConcatDataset([Pictures(augmented()), Pictures(v1.Compose([v1.CenterCrop(10), v1.ToTensor()]))]), 2),
-    "one twice": lambda: (ConcatDataset([Pictures(augmented())] * 2), 2), "part of one": lambda: (ConcatDataset([Pictures(augmented()), Subset(Pictures(fixed_10()), [1, 2])]), 2),
+    "one twice": lambda: (ConcatDataset([Pictures(augmented())] * 2), 2),
+    "part of one": lambda: (ConcatDataset([Pictures(augmented()), Subset(Pictures(fixed_10()), [1, 2])]), 2),
     "wrapped": lambda: (Wrapper(Pictures(augmented())), 1), "wrapped outside": lambda: (Wrapper(Pictures(v1.Lambda(lambda image: image)), augmented()), 1),
     "both": lambda: (Wrapper(Pictures(v1.Compose([v1.Pad(2)])), augmented()), 1), "joint": lambda: (Joint(augmented()), 1),
     "targets": lambda: (Joint(augmented(), lambda label: label * 3), 1),
     "targets draw": lambda: (Joint(augmented(), lambda label: label + torch.rand(1).item()), 1),
-    "single transform": lambda: (Pictures(v1.ToTensor()), 1), "sequence": lambda: (Pictures(torch.nn.Sequential(v1.RandomCrop(9), v1.Grayscale(), v1.RandomHorizontalFlip())), 1),
+    "single transform": lambda: (Pictures(v1.ToTensor()), 1),
+    "sequence": lambda: (Pictures(torch.nn.Sequential(v1.RandomCrop(9), v1.Grayscale(), v1.RandomHorizontalFlip())), 1),
 }
 
 

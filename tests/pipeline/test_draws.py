@@ -78,9 +78,13 @@ def test_the_generator_ends_where_calls_would_have_left_it(count):
 
 def test_the_generator_is_put_right_where_the_reading_fails():
     ahead, single = two(4)
-    with pytest.raises(LookupError), Words(ahead) as words:
-        words.rand()
-        raise LookupError
+    def fail():
+        with Words(ahead) as words:
+            words.rand()
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        fail()
     torch.rand(1, generator=single)
     assert torch.equal(ahead.get_state(), single.get_state())
 

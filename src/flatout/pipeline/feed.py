@@ -287,12 +287,13 @@ class Feed:
         before = torch.get_rng_state() if self._gathers else states(self._own)
         try:
             return self._made(indices)
-        except Exception as error:  # whatever it is: if it is the data's own fault, the plain way shows it again
+        except Exception as error:
             if self._thread and threading.get_ident() != self._thread:
                 raise  # generators are not moved beside the script; it is made again there
-            torch.set_rng_state(before) if isinstance(before, Tensor) else put_back(before)
-            self._refuse(str(error) if isinstance(error, (Changed, Unknown)) else f"a batch could not be made ({type(error).__name__}: {error})")
-            return self._plain(indices)
+            why = str(error) if isinstance(error, (Changed, Unknown)) else f"a batch could not be made ({type(error).__name__}: {error})"
+        torch.set_rng_state(before) if isinstance(before, Tensor) else put_back(before)
+        self._refuse(why)
+        return self._plain(indices)  # if it is the data's own fault, it shows again, as if nothing had been before
 
     @property
     def _gathers(self) -> bool:

@@ -184,6 +184,8 @@ def _run_from(steps: Sequence[Any], start: int, entry: Form, light: bool, reason
             form = operation.form(form)
         if form.kind == "tensor" and operations and not (form.tv and at + 1 < len(steps)):
             found = Lowered(tuple(steps), start, at + 1, joined(operations), entry, tuple(reasons))
+    if found is None and not reasons:
+        reasons["none of its transforms makes a tensor"] = None
     return found
 
 

@@ -1,0 +1,305 @@
+"""The levers of the data path through their public face: workers, start methods, what the report says, what they offer."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("torchvision")
+
+from feeding import AT_ONCE, BATCHED, LAZILY, LEVER, Pictures, augmented, difference, epochs, fixed, pictures, run, same_as_plain, workers
+from torch.utils.data import DataLoader, get_worker_info
+from torchvision import transforms as v1
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Options, Skip
+from flatout.plan.words import Effect
+
+FACTS = Facts(cores=2, memory_bytes=2**33, system="Linux")
+quiet = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:'pin_memory' argument")
+
+
+class Drawing(Pictures):
+    """Beside its pipeline draws from every generator, and from one of its own."""
+
+    def __init__(self, transform):
+        super().__init__(transform)
+        self.generator = np.random.default_rng(3)
+
+    def __getitem__(self, index):
+        import random
+
+        return self.transform(self.images[index]), random.random(), np.random.rand(), torch.rand(1).item(), self.generator.random()
+
+
+# -- workers -------------------------------------------------------------------------------------------------------------
+
+
+@quiet
+@pytest.mark.parametrize("arguments", [{"num_workers": 1}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}], ids=str)
+@pytest.mark.parametrize("levers", [(BATCHED,), (LAZILY,), (BATCHED, AT_ONCE)], ids=["batched", "lazily", "batched at once"])
+def test_in_the_scripts_workers(arguments, levers):
+    assert same_as_plain(lambda: epochs(Pictures(augmented()), pin_memory=True, **arguments), *levers) == []
+
+
+@quiet
+@pytest.mark.parametrize(("asked", "given"), [(2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize("more", [(), (BATCHED, LAZILY)], ids=["plain", "fed"])
+def test_fewer_workers_draw_what_those_asked_for_would_have_drawn(asked, given, more):
+    """From torch, random, numpy and the data set's own generator, in two epochs with a model that draws in between."""
+    levers = (workers(given), *more)
+    same_as_plain(lambda: epochs(Drawing(augmented()), num_workers=asked, batch_size=3), *levers)
+
+
+@quiet
+def test_a_last_batch_that_is_short_and_workers_that_have_none():
+    same_as_plain(lambda: epochs(Drawing(augmented()), num_workers=4, batch_size=7), workers(2))
+    same_as_plain(lambda: epochs(Drawing(augmented()), num_workers=4, batch_size=7, drop_last=True), workers(0))
+
+
+def test_workers_that_are_started_from_nothing():
+    """Everything that a feed is goes through pickle; what the data set itself leaves out of it stays out."""
+    def program(start):
+        return epochs(Locked(augmented()), 1, num_workers=2, multiprocessing_context=start, batch_size=6)
+
+    plain, end, _ = run(lambda: program("fork"))
+    fed, fed_end, said = run(lambda: program("spawn"), workers(1), BATCHED, AT_ONCE)
+    assert difference(plain, fed) == ""
+    assert (end, said) == (fed_end, [])
+
+
+class Locked(Drawing):
+    def __init__(self, transform):
+        super().__init__(transform)
+        self.lock, self.name = threading.Lock(), lambda: "cannot be pickled"
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name not in ("lock", "name")}
+
+    def __getitem__(self, index):
+        return self.transform(self.images[index]), index
+
+
+class Opened(Pictures):
+    offset = 0.5
+
+    def __getitem__(self, index):
+        return self.transform(self.images[index]), index + self.offset
+
+
+def open_in_worker(worker):
+    dataset = get_worker_info().dataset
+    assert isinstance(dataset, Opened)
+    assert len(dataset) == dataset.__len__() == 24
+    assert dataset[3][1] == 3.5
+    assert dataset.labels[3] == 3
+    dataset.offset = 100.0 * (worker + 1)
+
+
+@pytest.mark.parametrize("levers", [(BATCHED,), (LAZILY,), (BATCHED, AT_ONCE), (workers(0),)], ids=["batched", "lazily", "batched at once", "no workers"])
+@pytest.mark.parametrize("pipeline", [augmented, fixed])
+def test_an_init_function_of_workers_has_the_data_set_itself(pipeline, levers):
+    same_as_plain(lambda: epochs(Opened(pipeline()), num_workers=2, worker_init_fn=open_in_worker), *levers)
+
+
+class Failing(Pictures):
+    def __getitem__(self, index):
+        if index == 13:
+            raise KeyError("sample 13 is broken")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("levers", [(BATCHED,), (LAZILY,), (workers(1),), (workers(0),)], ids=["batched", "lazily", "one worker", "no workers"])
+def test_an_exception_in_a_worker(levers):
+    def program():
+        try:
+            epochs(Failing(fixed()), num_workers=2)
+        except KeyError as error:
+            traceback.clear_frames(error.__traceback__)  # torch's exception holds its loader, whose workers would outlive the test
+            return "sample 13 is broken" in str(error), error.__context__
+        return None
+
+    assert run(program)[0] == run(program, *levers)[0] == (True, None)
+
+
+def test_a_loop_over_workers_that_is_left_early():
+    def program():
+        loader, found = DataLoader(Pictures(augmented()), 4, num_workers=2), []
+        for _ in range(2):
+            for batch in loader:
+                found.append(batch)
+                break
+        return [*found, *loader]
+
+    same_as_plain(program, BATCHED, LAZILY)
+    same_as_plain(program, workers(0))
+
+
+# -- what an image is ----------------------------------------------------------------------------------------------------
+
+BYTES = torch.stack([torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) for image in pictures()])
+SCALED = v2.Compose([v2.RandomCrop(9), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)])
+SOURCES = {
+    "arrays": (np.stack([np.asarray(image) for image in pictures()]), v1.Compose([v1.ToTensor(), v1.RandomCrop(9), v1.Normalize([0.5] * 3, [0.25] * 3)])),
+    "gray arrays": (np.stack([np.asarray(image.convert("L")) for image in pictures()]), v1.Compose([v1.ToTensor(), v1.RandomHorizontalFlip()])),
+    "bytes": (BYTES, SCALED), "channels last": (BYTES.contiguous(memory_format=torch.channels_last), SCALED), "floats": (BYTES / 255, v1.Compose([
+        v1.RandomCrop(9), v1.Normalize([0.5] * 3, [0.25] * 3)])),
+    "tv": ([tv_tensors.Image(image) for image in BYTES], SCALED), "halves": ((BYTES / 255).half(), v1.RandomVerticalFlip()),
+    "to image": (pictures(), v2.Compose([v2.RandomCrop(9), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)])),
+    "images of bytes": (pictures(), v2.Compose([v2.PILToTensor(), v2.RandomHorizontalFlip()])),
+    "flattened": (pictures(), v1.Compose([v1.ToTensor(), v1.Lambda(torch.flatten)])), "single": (pictures(), v1.ToTensor()),
+    "augmented elsewhere": (pictures(), v1.Compose([v1.AutoAugment(), v1.RandomCrop(9), v1.ToTensor()])),
+    "several from one": (pictures(24, 20, 20), v1.Compose([v1.FiveCrop(8), v1.Lambda(lambda crops: torch.stack([v1.ToTensor()(crop) for crop in crops]))])),
+    "unknown between": (pictures(), v1.Compose([v1.RandomHorizontalFlip(), v1.GaussianBlur(3), v1.RandomCrop(9), v1.ToTensor()])),
+    "unknown last": (pictures(), v1.Compose([v1.RandomHorizontalFlip(), v1.ToTensor(), v1.RandomPerspective(0.4, 1.0)])),
+}
+
+
+@pytest.mark.parametrize("levers", [(BATCHED,), (LAZILY,), (BATCHED, AT_ONCE)], ids=["batched", "lazily", "batched at once"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_whatever_images_come_from(source, levers):
+    images, transform = SOURCES[source]
+    same_as_plain(lambda: epochs(Pictures(transform, images)), *levers)
+
+
+# -- what is offered, and what is said -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seen():
+    """``seen(dataset, **arguments)``: a scene in which a loader was made and a backward pass was heard."""
+    ledgers = []
+
+    def make(dataset=None, **arguments):
+        ledgers.append(Ledger())
+        scene = Scene(torch, Listener(), ledgers[-1])
+        scene.install()
+        ledgers.append(scene)
+        if dataset is not None:
+            make.loader = DataLoader(dataset, **{"batch_size": 4, **arguments})
+        torch.ones(1, requires_grad=True).sum().backward()
+        return scene
+
+    yield make
+    for ledger, scene in zip(ledgers[::2], ledgers[1::2], strict=True):
+        scene.rest()
+        ledger.restore()
+
+
+NAMES = ["batched_transforms", "cached_prefix"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_asking_moves_no_generator_and_touches_no_data_set(seen, name):
+    dataset = Drawing(augmented())
+    scene = seen(dataset)
+    own, before, state = dict(vars(dataset)), torch.get_rng_state(), dataset.generator.bit_generator.state
+    LEVER[name].applies(FACTS, scene)
+    assert torch.equal(before, torch.get_rng_state())
+    assert dataset.generator.bit_generator.state == state
+    assert vars(dataset) == own
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_without_loaders(seen, name):
+    answer = LEVER[name].applies(FACTS, seen())
+    assert isinstance(answer, Skip)
+    assert "without a DataLoader" in answer.reason
+
+
+@pytest.mark.parametrize(("name", "make", "arguments", "says"), [
+    ("batched_transforms", lambda: Pictures(fixed()), {"collate_fn": lambda samples: samples}, "collate function of its own"),
+    ("cached_prefix", lambda: Pictures(fixed()), {"collate_fn": lambda samples: samples}, "collate function of its own"),
+    ("batched_transforms", lambda: [(torch.ones(2), 1)] * 20, {}, "holds no pipeline"),
+    ("batched_transforms", lambda: Pictures(v1.Compose([v1.ToTensor(), v1.RandomPerspective(0.4)])), {}, "RandomPerspective"),
+    ("cached_prefix", lambda: Drawing(augmented()), {}, "draws random numbers"),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_why_it_is_not_offered(seen, name, make, arguments, says):
+    answer = LEVER[name].applies(FACTS, seen(make(), **arguments))
+    assert says in answer.reason
+    assert len(answer.reason.split()) >= 4
+
+
+def test_what_is_offered(seen):
+    images = pictures(24, 64, 64)
+    answer = LEVER["batched_transforms"].applies(FACTS, seen(Pictures(augmented(), images)))
+    assert answer == Options(("all",), effect=Effect.EXACT)
+    heavy = LEVER["batched_transforms"].applies(FACTS, seen(Pictures(v1.Compose([v1.Resize(20), v1.ToTensor()]), images)))
+    assert heavy.values == ("all", "light")
+    kept = LEVER["cached_prefix"].applies(FACTS, seen(Pictures(augmented(), images)))
+    assert kept.values == ({"mib": 1, "ahead": True}, {"mib": 1})
+    small = Facts(cores=2, memory_bytes=2**22, system="Linux")
+    assert LEVER["cached_prefix"].applies(small, seen(Pictures(augmented(), images))).values[0] == {"mib": 1, "ahead": True}
+
+
+@pytest.mark.parametrize("value", [True, "everything", 3, {}])
+def test_a_value_that_is_none_is_refused(value):
+    with pytest.raises(TypeError, match="the value of batched_transforms"):
+        run(lambda: None, ("batched_transforms", value))
+    if value != {}:
+        with pytest.raises(TypeError, match="mib = 512"):
+            run(lambda: None, ("cached_prefix", value))
+
+
+def test_all_loaders_together_keep_no_more_than_they_may():
+    """The second of two loaders finds less room, and says so."""
+    def program():
+        first, second = (Pictures(fixed(), pictures(40, 64, 96)) for _ in range(2))
+        return [*epochs(first, 1), *epochs(second, 1)]
+
+    said = same_as_plain(program, ("cached_prefix", {"mib": 3}))
+    assert any("hardly any fits" in sentence for sentence in said)
+
+
+def test_a_folder_for_what_does_not_fit(tmp_path):
+    large = Pictures(fixed(), pictures(40, 64, 96))
+    assert same_as_plain(lambda: epochs(large), ("cached_prefix", {"mib": 1, "disk": str(tmp_path)})) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("lever", [BATCHED, LAZILY, workers(0)], ids=lambda lever: lever[0])
+def test_undone_in_mid_training(lever):
+    """Iterators that were made under it go on; the next ones are plain."""
+    ledger, feeding = Ledger(), Ledger()
+    scene = Scene(torch, Listener(), ledger)
+    scene.install()
+    try:
+        loader = DataLoader(Pictures(augmented()), 5, shuffle=True)
+        undo = LEVER[lever[0]].apply(scene, lever[1], feeding)
+        torch.manual_seed(5)
+        taking = iter(loader)
+        found = [next(taking)]
+        undo()
+        found += [*taking, *loader]
+    finally:
+        scene.rest()
+        ledger.restore()
+    torch.manual_seed(5)
+    loader = DataLoader(Pictures(augmented()), 5, shuffle=True)
+    assert difference([*loader, *loader], found) == ""
+
+
+@pytest.mark.parametrize(("name", "value"), [("batched_transforms", "all"), ("cached_prefix", {"mib": 8})])
+def test_the_known_bad_is_bad(name, value):
+    """What the guard has to reject differs, and only where it should."""
+    ledger = Ledger()
+    scene = Scene(torch, Listener(), ledger)
+    scene.install()
+    try:
+        loader = DataLoader(Pictures(fixed()), 6)
+        plain = list(loader)
+        LEVER[name].known_bad(scene, value, ledger)
+        bad = list(loader)
+    finally:
+        scene.rest()
+        ledger.restore()
+    assert all(difference(a, b) for a, b in zip(plain, bad, strict=True))
