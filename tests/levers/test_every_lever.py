@@ -35,6 +35,7 @@ VALUES = {
     "reduced_precision": [True], "channels_last": [True], "autocast": ["bfloat16", "float16"],
     "compile": ["default", "reduce-overhead", "max-autotune-no-cudagraphs"], "fused_ops": [True], "fused_optimizer": ["fused", "foreach"],
     "batched_transforms": ["all", "light"], "cached_prefix": [{"mib": 64}, {"mib": 64, "ahead": True}],
+    "resident_data": [{"mib": 64}], "device_prefetch": [2],
 }
 BY_NAME = {lever.name: lever for lever in TABLE}
 IN_PROCESS = [lever for lever in TABLE if lever.moment is not Moment.PROCESS]
@@ -205,7 +206,8 @@ def everything(live):
         "values": [t.tolist() for t in tensors],
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in live.optimizer.param_groups],
         "optimizer": [type(live.optimizer), sorted(vars(live.optimizer)), live.optimizer.step.__qualname__, [list(s) for s in live.optimizer.state.values()]],
-        "loader": [live.loader.num_workers, live.loader.pin_memory, len(live.scene._loaders.rules)],
+        "loader": [live.loader.num_workers, live.loader.pin_memory, len(live.scene._loaders.rules),
+                   len(live.scene._loaders.feed_rules), len(live.scene._loaders._feeds)],
     }
 
 
@@ -215,6 +217,11 @@ def test_apply_then_undo_leaves_torch_as_found(program, lever, value):
     importlib.import_module("torch._inductor.config")
     gc.collect()
     before, ledger = everything(live), Ledger()
+    if lever.name == "resident_data" and not torch.cuda.is_available():
+        with pytest.raises(LookupError, match="no CUDA device"):
+            lever.apply(live.scene, value, ledger)
+        assert everything(live) == before
+        return
     undo = lever.apply(live.scene, value, ledger)
     if lever.name != "debug_off":  # nothing was switched on for it to switch off, but for the argument checks
         assert ledger.entries() or lever.name == "cudnn_benchmark"

@@ -399,6 +399,66 @@ def test_what_the_rule_changes(program, arguments, workers):
     assert loader.prefetch_factor == (arguments.get("prefetch_factor") or (2 if workers else None))
 
 
+class OwnOrder(torch.utils.data.Sampler):
+    def __iter__(self):
+        return iter(range(32))
+
+
+@pytest.mark.parametrize("value", [{"workers": 1}, {"threads": 1}, {"workers": 2, "pin": True}], ids=str)
+@pytest.mark.parametrize("own", [
+    lambda data: {"sampler": OwnOrder()}, lambda data: {"batch_sampler": torch.utils.data.BatchSampler(OwnOrder(), 4, False)},
+    lambda data: {"sampler": torch.utils.data.RandomSampler(data, replacement=True, generator=torch.Generator())},
+], ids=["sampler", "batches", "drawn as it goes"])
+def test_an_order_of_the_scripts_own_is_left_alone(program, own, value):
+    """Workers and threads ask ahead of time; its answers may depend on what was trained meanwhile."""
+    live = program(epochs=0, early=[(LEVER["loader"], value)])
+    arguments = {"batch_size": 4, "num_workers": 3, **own(live.loader.dataset)}
+    if "batch_sampler" in arguments:
+        del arguments["batch_size"]
+    live.scene.loaders.clear()
+    live.loader = torch.utils.data.DataLoader(live.loader.dataset, **arguments)
+    assert live.loader.num_workers == 3
+    live.scene.backwards += 1
+    assert reason("loader", live) == "the script has a sampler of its own, which must not be asked ahead of time"
+
+
+@pytest.mark.parametrize("value", [{"workers": 0}, {"threads": 1}], ids=str)
+def test_workers_with_an_init_function_stay(program, value):
+    """It may open the files that samples are read from; without a worker nobody would call it."""
+    live = program(epochs=0, early=[(LEVER["loader"], value)])
+    assert torch.utils.data.DataLoader(live.loader.dataset, batch_size=4, num_workers=2, worker_init_fn=print).num_workers == 2
+
+
+class OwnGenerator(torch.utils.data.Dataset):
+    """Each worker would have a copy of it, and draw the same."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, at):
+        return torch.rand(3, 12, 12, generator=self.generator), at % 5
+
+
+@pytest.mark.parametrize("make", [Augmented, OwnGenerator])
+@pytest.mark.parametrize(("asked", "values", "effect"), [
+    (4, ({"workers": 2}, {"workers": 1}, {"workers": 0}), Effect.EXACT), (5, ({"workers": 1}, {"workers": 0}), Effect.EXACT), (1, None, Effect.RESAMPLED),
+])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_fewer_workers_are_exact_where_they_can_stand_in(program, make, asked, values, effect):
+    live = program(epochs=0)
+    live.scene.loaders.clear()
+    live.scene._loaders._dataset = None
+    live.loader = torch.utils.data.DataLoader(make(), batch_size=8, num_workers=asked)
+    live.scene.backwards += 1
+    answer = LEVER["loader"].applies(FACTS, live.scene)
+    assert answer.effect is effect
+    assert values is None or answer.values == values
+    assert {"threads": 1} not in answer.values  # it would draw beside the program
+
+
 def test_fewer_workers_than_asked(program):
     live = program(epochs=0, early=[(LEVER["loader"], {"workers": 0})])
     loader = torch.utils.data.DataLoader(live.loader.dataset, batch_size=8, num_workers=2, persistent_workers=True, prefetch_factor=4, timeout=3,
