@@ -16,7 +16,8 @@ from PIL import Image
 from torchvision import transforms
 
 from flatout.pipeline.device import MOST_TWINS, CopiesAhead, Lane, Resident, Twins, device_of, tensors_in
-from flatout.pipeline.feed import Feed, Keep, Memory
+from flatout.pipeline.feed import Feed
+from flatout.pipeline.keeping import Keep, Memory
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from flatout.pipeline.feed import Feed, different
+from flatout.pipeline.feed import Feed
+from flatout.pipeline.likeness import different
 
 each_feed = pytest.mark.parametrize("levers", FEEDS, ids=FEED_NAMES)
 KEEPING, KEEPING_NAMES = FEEDS[1:], FEED_NAMES[1:]

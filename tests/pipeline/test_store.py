@@ -15,8 +15,9 @@ pytest.importorskip("torchvision")
 from feeding import difference, pictures
 
 from flatout.pipeline.chain import Leaf
+from flatout.pipeline.likeness import same_bits
 from flatout.pipeline.operation import Unknown
-from flatout.pipeline.store import Store, same_bits, values_of
+from flatout.pipeline.store import Store, values_of
 
 MIB = 2**20
 Named = namedtuple("Named", "a b")

@@ -46,7 +46,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
 
 
 def _keep(value: Value) -> Any:
-    from flatout.pipeline.feed import Keep, Memory
+    from flatout.pipeline.keeping import Keep, Memory
 
     if not isinstance(value, dict) or not isinstance(value.get("mib"), int):
         raise TypeError(f"the value of cached_prefix is a table such as {{mib = 512}}, not {value!r}")

@@ -29,7 +29,8 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     most = facts.gpus[0].memory_bytes // MIB // SHARE
     if not scene.backwards:  # before a loader is iterated over nothing can be seen; the rule looks at each one
         return Options(({"mib": most},))
-    from flatout.pipeline.feed import Feed, Keep, Memory
+    from flatout.pipeline.feed import Feed
+    from flatout.pipeline.keeping import Keep, Memory
 
     reasons, needed = [], 0
     for loader in scene.live_loaders:
@@ -50,7 +51,8 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     if not isinstance(value, dict) or not isinstance(value.get("mib"), int):
         raise TypeError(f"the value of resident_data is a table such as {{mib = 512}}, not {value!r}")
     from flatout.pipeline.device import Resident, Twins, hand_out
-    from flatout.pipeline.feed import Feed, Keep, Memory
+    from flatout.pipeline.feed import Feed
+    from flatout.pipeline.keeping import Keep, Memory
     from flatout.pipeline.streams import seeds_itself, without_workers
 
     torch = scene.torch

@@ -11,66 +11,31 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, default_collate
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from flatout.pipeline.ahead import Ahead
-from flatout.pipeline.chain import Changed, Leaf, Place, Stop, Twin, aside, places
-from flatout.pipeline.changes import Contents, Parameters
+from flatout.pipeline.chain import Changed, Leaf, Stop, Twin, aside
+from flatout.pipeline.changes import Contents
 from flatout.pipeline.device import CopiesAhead, Resident, Twins
 from flatout.pipeline.draws import Words
-from flatout.pipeline.lowering import CONTAINERS, Lowered, copied, deterministic, flat, form_of, lower, name_of, same_pixels, shape_of, stack
-from flatout.pipeline.operation import Shape, Unknown
-from flatout.pipeline.store import Cell, Store, same_bits, values_of
+from flatout.pipeline.finishing import collated, gathered
+from flatout.pipeline.keeping import PROVED, Keep, proved_store
+from flatout.pipeline.likeness import different
+from flatout.pipeline.lowering import shape_of
+from flatout.pipeline.operation import Unknown
+from flatout.pipeline.source import Source, cannot_feed, is_stream
+from flatout.pipeline.store import Store
 from flatout.pipeline.streams import WorkerStreams, own_generators, put_back, same_states, states, untouched
+from flatout.pipeline.ways import InPlace, Way, leaves_of, spread, ways_of
 
-PROBED = 3  # samples from all over the data set that a pipeline is read with
-PROVED = 8  # samples that are fetched twice before any is kept
 AT_A_TIME = 256  # samples that are fetched together when all are kept ahead
 CHANGED = "samples are no longer kept: the script has changed its data set"
 WATCHED_CLOSELY = 64  # batches in which one kept sample is fetched again; later in every eighth
-
-
-@dataclass
-class Memory:
-    """What all feeds of a program together may still keep."""
-
-    left_bytes: int
-
-
-@dataclass(frozen=True)
-class Keep:
-    """What may be kept of samples: all of it before the first batch or as samples come, and a folder for what does not fit."""
-
-    memory: Memory
-    ahead: bool = False
-    folder: str | None = None
-
-
-class InPlace(Unknown):
-    """To look at a sample is to change it."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """A pipeline of the data set, its steps, and how many of them come before samples are kept, and before the batch takes over."""
-
-    place: Place
-    transform: Any
-    steps: tuple[Any, ...]
-    kept: int
-    start: int
-    lowered: Lowered | None
-    parameters: Parameters  # of what was read, and of what kept samples came through
 
 
 class Feed:
@@ -84,7 +49,7 @@ class Feed:
         self.ahead = 0  # so many batches are made ahead, by a thread
         self.resident: Resident | None = None  # where all samples are to be kept, and batches made
         self.copies: tuple[int, Twins] | None = None  # so many batches are copied ahead to where the script moves them
-        self.refusal = _cannot_feed(loader)
+        self.refusal = cannot_feed(loader)
         self.keeps_nothing = ""  # why samples are no longer kept
         self._plain_collate = loader.collate_fn
         self.ways: list[Way] = []
@@ -110,7 +75,7 @@ class Feed:
 
     def begin(self, iterator: Any) -> Any:
         """A new iterator over the loader, and with it an epoch: what stands in the data set's place, None where nothing may."""
-        if not iterator._auto_collation or _is_stream(self.dataset):
+        if not iterator._auto_collation or is_stream(self.dataset):
             self._say_refusal()
             return None
         self.prepare()
@@ -121,7 +86,7 @@ class Feed:
             iterator._next_data = CopiesAhead(iterator, *self.copies)
         elif self.copies is not None:
             self._say("copies", "the program makes its batches itself, and taking them ahead would change the order of random numbers")
-        return Source(self, WorkerStreams(self.as_workers, iterator._base_seed, self.dataset) if self.as_workers else None)
+        return Source(self.dataset, self.__getitems__, WorkerStreams(self.as_workers, iterator._base_seed, self.dataset) if self.as_workers else None)
 
     def prepare(self) -> None:
         """Read the data set's pipelines as they are now."""
@@ -173,59 +138,27 @@ class Feed:
     def _find_ways(self) -> list[Way]:
         if self.batched:
             try:
-                return self._ways_of(lowering=True)
+                ways = ways_of(self.dataset, True, self.light, self.keep is not None)
+                for reason in dict.fromkeys(reason for way in ways if way.lowered for reason in way.lowered.reasons):
+                    self._say("batched", reason)
+                return ways
             except Unknown as why:
                 if self.keep is None:
                     raise
                 self.batched = False
                 self._say("batched", str(why))
         try:
-            ways = self._ways_of(lowering=False)
+            ways = ways_of(self.dataset, False, False, keeping=True)
         except InPlace:
             raise
         except Unknown:
             return []  # samples are kept as they come out
         return [] if all(way.kept == len(way.steps) for way in ways) else ways
 
-    def _ways_of(self, lowering: bool) -> list[Way]:
-        found, ways = places(self.dataset), []
-        for at, place in enumerate(found):
-            transform, originals = place.transform, self._entering(at, len(found))
-            images = [copied(image) for image in originals]
-            steps = tuple(flat(transform))
-            lowered = lower(transform, images, self.light) if lowering else None
-            start = lowered.start if lowered else len(steps)
-            kept = deterministic(steps[:start], images) if self.keep else start
-            done = images
-            for step in steps:
-                done = [step(image) for image in done]
-            if not all(map(same_pixels, originals, images)):
-                raise InPlace("its transforms change the images of the data set in place")
-            read = (*steps[:kept if self.keep else 0], *steps[start:lowered.end if lowered else start])
-            ways.append(Way(place, transform, steps, kept, start, lowered, Parameters(read, _containers(transform))))
-        for reason in dict.fromkeys(reason for way in ways if way.lowered for reason in way.lowered.reasons):
-            self._say("batched", reason)
-        return ways
-
     @property
     def heavy(self) -> bool:
         """Whether transforms with much arithmetic are done to whole batches."""
         return any(operation.heavy for way in self.ways if way.lowered for operation in way.lowered.operations)
-
-    def _entering(self, place: int, count: int) -> list[Any]:
-        """A few images as they enter the pipeline of a place."""
-        twin, length = Twin(aside(self.dataset), [Stop(at, (), None) for at in range(count)]), len(self.dataset)
-        images: list[Any] = []
-        for index in (*_spread(length, PROBED), *range(0, length, max(1, length // 64))):  # a place may hold but a part of the data
-            more, left = _images_of(twin.dataset, index, place)
-            if any(leaf() is not None for leaf in left):
-                raise Unknown("the data set keeps what its pipeline returns")
-            images += more
-            if len(images) >= PROBED:
-                return images
-        if not images:
-            raise Unknown("the data set does something else with what its pipeline returns")
-        return images
 
     def _make_twin(self, dataset: Any = None) -> Twin | None:
         if not self.ways:
@@ -236,31 +169,9 @@ class Feed:
         return Twin(dataset, [Stop(at, way.steps[:until[at]], draws[at]) for at, way in enumerate(self.ways)])
 
     def _open_store(self, keep: Keep) -> Store:
-        """Raises Unknown where samples are not the same each time they are fetched."""
-        length, copy = len(self.dataset), aside(self.dataset)
+        copy = aside(self.dataset)
         twin = self._make_twin(copy)
-        looked_at = copy if twin is None else twin.dataset
-        before = states(self._own)
-        samples = {index: looked_at[index] for index in _spread(length, PROVED)}
-        store = Store(next(iter(samples.values())), length, keep.memory.left_bytes, self._workers, keep.folder)
-        if store.rows < min(length, PROVED):
-            raise Unknown(f"a sample takes {store.row_bytes} bytes, and hardly any fits into the {keep.memory.left_bytes} that are left")
-        contents, attributes = Contents(copy), dict(getattr(looked_at, "__dict__", {}))
-        for index, sample in samples.items():
-            again = looked_at[index]
-            if not same_states(before, states(self._own)):
-                raise Unknown("fetching a sample draws random numbers")
-            torch.rand(1)  # another state of the generators each time
-            before = states(self._own)
-            if index < store.rows:
-                store.put([index], [sample])
-                if not store.holds(index, again):
-                    raise Unknown("a sample is not the same each time it is fetched")
-        now = getattr(looked_at, "__dict__", {})
-        if contents.changed() or now.keys() != attributes.keys() or any(now[name] is not value for name, value in attributes.items()):
-            raise Unknown("the data set changes each time a sample is fetched")
-        keep.memory.left_bytes -= store.bytes
-        return store
+        return proved_store(copy, copy if twin is None else twin.dataset, keep, self._workers, self._own)
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
@@ -273,7 +184,7 @@ class Feed:
         """Make a small batch both ways; why not, where they are not the same. The random generators stay as they are."""
         with untouched(self._own):
             if not self.refusal and (self.ways or self.store):
-                self._first(_spread(len(self.dataset), PROVED))
+                self._first(spread(len(self.dataset), PROVED))
         return self.refusal
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
@@ -356,11 +267,11 @@ class Feed:
         if at is not None:
             self._watch(indices)
         if at is None or self.store is None:
-            batch = self._collated(self._in_order(partial(self._fetched_on, indices)))
+            batch = collated(self.ways, self._in_order(partial(self._fetched_on, indices)))
         elif not self._at_once and all(way.kept == way.start for way in self.ways):
             batch = self._gathered(self.store, at)
         else:
-            batch = self._collated(self._in_order(partial(self._gone_on, self.store, at)))
+            batch = collated(self.ways, self._in_order(partial(self._gone_on, self.store, at)))
         if self._twin is not None:
             self._twin.carry_over()
         if self._fetched and self._contents is not None:
@@ -385,14 +296,14 @@ class Feed:
         for index in indices:
             samples.append(self._sample(index))
             if self.keep is not None and self.ways:
-                for leaf in _leaves(samples[-1]):
+                for leaf in leaves_of(samples[-1]):
                     self._go_on(leaf)
         return samples
 
     def _gone_on(self, store: Store, rows: Tensor) -> list[Any]:
         samples = store.samples(rows)
         for sample in samples:
-            for leaf in _leaves(sample):
+            for leaf in leaves_of(sample):
                 self._go_on(leaf)
         return samples
 
@@ -408,40 +319,6 @@ class Feed:
         if way.lowered is not None and self._at_once:
             with Words() as words:
                 leaf.numbers = way.lowered.row(shape_of(leaf.image), words)
-
-    def _collated(self, samples: list[Any]) -> Any:
-        return collate(samples, collate_fn_map={Leaf: self._collate_leaves, **default_collate_fn_map})
-
-    def _collate_leaves(self, leaves: Sequence[Leaf], *, collate_fn_map: Any = None) -> Any:
-        first = self.ways[leaves[0].place].lowered
-        if first is None:
-            return default_collate([leaf.image for leaf in leaves])
-        groups: dict[tuple[int, Shape], list[int]] = {}
-        for at, leaf in enumerate(leaves):
-            if form_of(leaf.image) != self._lowered(leaf.place).entry:
-                raise Unknown("an image is of another kind than those that its pipeline was read with")
-            groups.setdefault((leaf.place, shape_of(leaf.image)), []).append(at)
-        if len(groups) == 1 and leaves[0].numbers is None:
-            images = stack([leaf.image for leaf in leaves])
-            return _finished(first, images, first.draw(Shape(*images.shape[1:]), len(images)))
-        if leaves[0].numbers is None:
-            with Words() as words:
-                for leaf in leaves:
-                    leaf.numbers = self._lowered(leaf.place).row(shape_of(leaf.image), words)
-        rows: list[Any] = [None] * len(leaves)
-        for (place, shape), mine in groups.items():
-            lowered = self._lowered(place)
-            images = stack([leaves[at].image for at in mine])
-            numbers = lowered.together([leaves[at].numbers or [] for at in mine], shape)
-            for at, row in zip(mine, _finished(lowered, images, numbers), strict=True):
-                rows[at] = row
-        return default_collate(rows)
-
-    def _lowered(self, place: int) -> Lowered:
-        found = self.ways[place].lowered
-        if found is None:
-            raise LookupError(f"pipeline {place} was not lowered")
-        return found
 
     # -- what is kept -----------------------------------------------------------------------------------------------
 
@@ -482,23 +359,8 @@ class Feed:
 
     def _gathered(self, store: Store, rows: Tensor) -> Any:
         if self.resident is not None:
-            return self.resident.made(partial(self._gathered_from, store, rows))
-        return self._gathered_from(store, rows, lambda tensor: tensor)
-
-    def _gathered_from(self, store: Store, rows: Tensor, to_host: Callable[[Tensor], Tensor]) -> Any:
-        columns = store.gather(rows)
-
-        def finish(cells: Sequence[Cell], *, collate_fn_map: Any = None) -> Tensor:
-            cell, column = cells[0], columns[cells[0].column]
-            lowered = self.ways[cell.place].lowered if cell.place is not None else None
-            if lowered is None:
-                return to_host(column)
-            images = column if cell.kind != "array" else column.unsqueeze(1) if column.dim() == 3 else column.permute(0, 3, 1, 2)
-            numbers = lowered.draw(Shape(*images.shape[1:]), len(images))
-            batch = lowered.run(images, numbers)
-            return to_host(batch) if not lowered.tail else _after(lowered, batch.cpu())
-
-        return collate([store.template], collate_fn_map={Cell: finish, **default_collate_fn_map})
+            return self.resident.made(partial(gathered, self.ways, store, rows))
+        return gathered(self.ways, store, rows)
 
     def _close_store(self) -> None:
         if self.store is not None and self.keep is not None:
@@ -528,120 +390,3 @@ class Feed:
         if listener is not None and sentence not in self._said:
             self._said.add(sentence)
             listener(sentence)
-
-
-class Source:
-    """A feed in the data set's place; to everybody but torch's fetcher it is the data set.
-
-    With streams, the random numbers are those that loader workers would have drawn.
-    """
-
-    def __init__(self, feed: Feed, streams: WorkerStreams | None) -> None:
-        vars(self).update(_feed=feed, _streams=streams)
-
-    def __getitems__(self, indices: Sequence[Any]) -> Any:
-        with self._streams.batch() if self._streams is not None else nullcontext():
-            return self._feed.__getitems__(indices)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._feed.dataset)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Source, (self._feed, self._streams)
-
-    def __len__(self) -> int:
-        return len(self._feed.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._feed.dataset[index]
-
-    def __getattr__(self, name: str) -> Any:  # get_worker_info().dataset, in a worker's init function
-        if name.startswith("__") or "_feed" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self._feed.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        dataset = self._feed.dataset
-        type(dataset).__setattr__(dataset, name, value)  # type: ignore[call-arg]
-
-
-def _finished(lowered: Lowered, images: Tensor, numbers: Sequence[Any]) -> Any:
-    batch = lowered.run(images, numbers)
-    return _after(lowered, batch) if lowered.tail else batch
-
-
-def _after(lowered: Lowered, batch: Tensor) -> Any:
-    """What stays with the single sample, behind the operations."""
-    rows, before = list(batch.unbind()), states()
-    for step in lowered.tail:
-        rows = [step(row) for row in rows]
-    if not same_states(before, states()):
-        raise Unknown("a transform behind what was done to the batch draws random numbers")
-    return default_collate(rows)
-
-
-def _cannot_feed(loader: Any) -> str:
-    dataset = loader.dataset
-    if _is_stream(dataset):
-        return "the data set is an IterableDataset, which hands out its samples in an order of its own"
-    if loader.batch_sampler is None:
-        return "the data set makes its batches itself"
-    if loader.collate_fn is not default_collate:
-        return "the script has a collate function of its own"
-    if not hasattr(dataset, "__len__"):
-        return "the data set has no length"
-    if hasattr(dataset, "__getitems__") and type(dataset).__getitems__ is not Subset.__getitems__:
-        return f"{type(dataset).__name__} fetches whole batches by itself"
-    return ""
-
-
-def _is_stream(dataset: Any) -> bool:
-    """An IterableDataset inherits a ``__getitem__`` that only raises; a pipe is sharded by its iterator."""
-    return not hasattr(dataset, "__getitem__") or any(kind.__name__ in ("IterableDataset", "MapDataPipe") for kind in type(dataset).__mro__)
-
-
-def _spread(length: int, count: int) -> list[int]:
-    """Indices from all over a data set, the first and the last among them."""
-    return sorted({at * (length - 1) // max(1, count - 1) for at in range(count)}) if length else []
-
-
-def _leaves(sample: Any) -> list[Leaf]:
-    return [value for value in values_of(sample) if isinstance(value, Leaf)]
-
-
-def _images_of(dataset: Any, index: int, place: int) -> tuple[list[Any], list[weakref.ref[Leaf]]]:
-    """What entered the pipeline of a place for one sample, and whether somebody keeps what came out of it."""
-    leaves = _leaves(dataset[index])
-    return [copied(leaf.image) for leaf in leaves if leaf.place == place], [weakref.ref(leaf) for leaf in leaves]
-
-
-def _containers(transform: Any) -> list[Any]:
-    """What holds the steps of nested Compose and Sequential, each by itself."""
-    if type(transform) is torch.nn.Sequential:
-        return [vars(transform)["_modules"], *(found for inner in transform for found in _containers(inner))]
-    if name_of(transform) in CONTAINERS:
-        return [vars(transform), transform.transforms, *(found for inner in transform.transforms for found in _containers(inner))]
-    return []
-
-
-def different(plain: Any, other: Any, apart: float) -> str:
-    """Why two batches are not the same; nothing where they are, or where no value is farther away than allowed."""
-    if type(plain) is not type(other):
-        return f"it would give a {type(other).__name__} in place of a {type(plain).__name__}"
-    if isinstance(plain, Tensor):
-        if plain.dtype != other.dtype or plain.shape != other.shape or plain.stride() != other.stride():
-            return f"a tensor would be {other.dtype} {tuple(other.shape)} and not {plain.dtype} {tuple(plain.shape)}"
-        if same_bits(plain, other):
-            return ""
-        farthest = float((plain.double() - other.double()).abs().max()) if apart else float("inf")
-        return "" if farthest <= apart * 1.001 else "its values differ from those of the transforms one by one"
-    if isinstance(plain, dict):
-        if plain.keys() != other.keys():
-            return "it has other keys"
-        return next((why for key in plain if (why := different(plain[key], other[key], apart))), "")
-    if isinstance(plain, (list, tuple)):
-        if len(plain) != len(other):
-            return "it has another length"
-        return next((why for a, b in zip(plain, other, strict=True) if (why := different(a, b, apart))), "")
-    return "" if plain == other else "its values differ"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flatout.pipeline.chain import Leaf
+from flatout.pipeline.likeness import same_bits
 from flatout.pipeline.lowering import form_of, stack
 from flatout.pipeline.operation import Unknown
 
@@ -223,12 +224,3 @@ class Store:
 
             value = Image.fromarray(row[0].numpy() if len(row) == 1 else row.permute(1, 2, 0).contiguous().numpy())
         return value if cell.place is None else Leaf(value, cell.place)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal in dtype, shape and every byte: NaN equals itself, and zero is not minus zero."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
-    return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))

@@ -1,0 +1,61 @@
+"""What may be kept of a data set's samples, and the proof that they may be kept at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flatout.pipeline.changes import Contents
+from flatout.pipeline.operation import Unknown
+from flatout.pipeline.store import Store
+from flatout.pipeline.streams import same_states, states
+from flatout.pipeline.ways import spread
+
+PROVED = 8  # samples that are fetched twice before any is kept
+
+
+@dataclass
+class Memory:
+    """What all feeds of a program together may still keep."""
+
+    left_bytes: int
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What may be kept of samples: all of it before the first batch or as samples come, and a folder for what does not fit."""
+
+    memory: Memory
+    ahead: bool = False
+    folder: str | None = None
+
+
+def proved_store(copy: Any, looked_at: Any, keep: Keep, shared: bool, own: Sequence[Any]) -> Store:
+    """A store with the samples that proved that they are the same each time they are fetched. Raises Unknown where they are not.
+
+    ``copy`` is a data set that may be looked at, ``looked_at`` it or its twin, ``own`` its random generators.
+    """
+    length, before = len(copy), states(own)
+    samples = {index: looked_at[index] for index in spread(length, PROVED)}
+    store = Store(next(iter(samples.values())), length, keep.memory.left_bytes, shared, keep.folder)
+    if store.rows < min(length, PROVED):
+        raise Unknown(f"a sample takes {store.row_bytes} bytes, and hardly any fits into the {keep.memory.left_bytes} that are left")
+    contents, attributes = Contents(copy), dict(getattr(looked_at, "__dict__", {}))
+    for index, sample in samples.items():
+        again = looked_at[index]
+        if not same_states(before, states(own)):
+            raise Unknown("fetching a sample draws random numbers")
+        torch.rand(1)  # another state of the generators each time
+        before = states(own)
+        if index < store.rows:
+            store.put([index], [sample])
+            if not store.holds(index, again):
+                raise Unknown("a sample is not the same each time it is fetched")
+    now = getattr(looked_at, "__dict__", {})
+    if contents.changed() or now.keys() != attributes.keys() or any(now[name] is not value for name, value in attributes.items()):
+        raise Unknown("the data set changes each time a sample is fetched")
+    keep.memory.left_bytes -= store.bytes
+    return store
