@@ -93,7 +93,7 @@ class Opened(Pictures):
     offset = 0.5
 
     def __getitem__(self, index):
-        return self.transform(self.images[index]), index + self.offset
+        return self.transform(self.images[index]), index + (self.offset if index == 14 else 0.5)  # not in a worker's first batch
 
 
 def open_in_worker(worker):
@@ -108,7 +108,7 @@ def open_in_worker(worker):
 @pytest.mark.parametrize("levers", [(BATCHED,), (LAZILY,), (BATCHED, AT_ONCE), (workers(0),)], ids=["batched", "lazily", "batched at once", "no workers"])
 @pytest.mark.parametrize("pipeline", [augmented, fixed])
 def test_an_init_function_of_workers_has_the_data_set_itself(pipeline, levers):
-    same_as_plain(lambda: epochs(Opened(pipeline()), num_workers=2, worker_init_fn=open_in_worker), *levers)
+    same_as_plain(lambda: epochs(Opened(pipeline()), num_workers=2, worker_init_fn=open_in_worker, shuffle=False), *levers)
 
 
 class Failing(Pictures):

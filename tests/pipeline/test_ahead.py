@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -27,6 +28,7 @@ class Told(TensorDataset):
         self.most = max(self.most, self.inside)
         self.threads.append(threading.current_thread().name)
         found = super().__getitem__(index)
+        time.sleep(0.001)
         self.inside -= 1
         return found
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flatout.pipeline.ahead import Ahead
 from flatout.pipeline.chain import Changed, Leaf, Stop, Twin, aside
-from flatout.pipeline.changes import Contents
+from flatout.pipeline.changes import Contents, Parameters
 from flatout.pipeline.device import CopiesAhead, Resident, Twins
 from flatout.pipeline.draws import Words
 from flatout.pipeline.finishing import collated, gathered
@@ -65,6 +65,7 @@ class Feed:
         self._fetched = False
         self._own: list[Any] = []  # random generators of the data set
         self._contents: Contents | None = None
+        self._parameters: list[Parameters] = []  # of each way, also where whole samples are kept and no way is left to go
         self._thread = 0  # that of the script, where another makes batches
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class Feed:
         before = [(way.transform, way.steps) for way in self.ways]
         if self.store is not None and self._contents is not None and self._contents.changed(thoroughly=True):
             self._keep_nothing(CHANGED)
-        if any(way.parameters.changed() for way in self.ways):
+        if any(parameters.changed() for parameters in self._parameters):
             self._close_store()
         self.ways = self._find_ways()
         self._twin = self._make_twin()
@@ -136,9 +137,11 @@ class Feed:
             self._read()
 
     def _find_ways(self) -> list[Way]:
+        self._parameters = []
         if self.batched:
             try:
                 ways = ways_of(self.dataset, True, self.light, self.keep is not None)
+                self._parameters = [way.parameters for way in ways]
                 for reason in dict.fromkeys(reason for way in ways if way.lowered for reason in way.lowered.reasons):
                     self._say("batched", reason)
                 return ways
@@ -153,6 +156,7 @@ class Feed:
             raise
         except Unknown:
             return []  # samples are kept as they come out
+        self._parameters = [way.parameters for way in ways]
         return [] if all(way.kept == len(way.steps) for way in ways) else ways
 
     @property
@@ -255,7 +259,7 @@ class Feed:
         return max((way.lowered.apart for way in self.ways if way.lowered), default=0.0)
 
     def _made(self, indices: Sequence[Any]) -> Any:
-        if any(way.parameters.changed() for way in self.ways):
+        if any(parameters.changed() for parameters in self._parameters):
             raise Changed("the script changes its transforms while batches are made")
         if self.store is not None and self._contents is not None and self._contents.changed():
             self._keep_nothing(CHANGED)
