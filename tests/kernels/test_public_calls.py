@@ -16,19 +16,22 @@ from flatout.kernels.layer_norm.op import layer_norm, rms_norm  # noqa: E402
 from flatout.kernels.linear_cross_entropy.op import chunk_rows, linear_cross_entropy  # noqa: E402
 
 PEAK = """
-import resource, torch
+import torch
 from flatout.kernels.linear_cross_entropy.op import linear_cross_entropy as ours
 from flatout.kernels.linear_cross_entropy.reference import linear_cross_entropy as plain
 x, w, t = torch.randn(384, 32, requires_grad=True), torch.randn(50_000, 32, requires_grad=True), torch.randint(50_000, (384,))
+def peak():  # of this program alone; what getrusage says is handed down from the process that started it
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
 for call in (plain, ours):
     call(x[:2], w[:9], t[:2] % 9).backward()
 for call in (ours, plain):  # the peak only grows, so the smaller goes first
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak()
     call(x, w, t).backward()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    print(peak() - before)
 """
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak of a process is read from Linux's /proc")
 def test_the_loss_takes_a_quarter_of_the_memory_at_most():
     """The process's own peak, at a vocabulary of 50,000: the goal of the kernel."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_ARENA_MAX": "1"}

@@ -15,7 +15,7 @@ from flatout.tune.tuning import Goal, Tuning, Watcher
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(180)
 
-BUDGET_S = 40.0
+BUDGET_S = 25.0
 
 
 class Crowded(Watcher):
