@@ -25,7 +25,7 @@ from torchvision.transforms import v2
 from flatout.pipeline.lowering import READERS, lower, stack
 from flatout.pipeline.operation import Shape
 
-PIPELINES = 160
+PIPELINES = 130
 taken: list[bool] = []  # whether each pipeline was done to batches
 
 
