@@ -1,8 +1,8 @@
 """The loader alone and in training: as it is with 0, 2 and 4 workers, under flatout, beside other libraries, beside a batch that is ready.
 
 Images lie in memory as bytes (50,000 of 32 x 32 x 3 with RandomCrop, flip, ToTensor, Normalize; 60,000 of 28 x 28 with ToTensor,
-Normalize); batches of 128. Sets of fresh processes, one a side, that take turns; the others are idle meanwhile. A ratio is the median over
-rounds and sets with a 95 % interval (bootstrap over both). flatout's sides are the same script, started by ``flatout run`` with a plan.
+Normalize); batches of 128. Sets of fresh processes, one a side, that take turns; the others, with their workers, are stopped meanwhile. A
+ratio is the median over rounds and sets with a 95 % interval (bootstrap over both). flatout's sides are the same script, started by ``flatout run`` with a plan.
 
 Alone: batches a second. In training (a small convolutional network): steps under the plan beside steps on one batch that is ready.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -66,11 +67,11 @@ def started(reader: Reader, facts: Facts) -> Iterator[subprocess.Popen[str]]:
         environment = run_environment(reader.plan, facts)
         folder = Path(environment["FLATOUT_JOB"]).parent
     process = subprocess.Popen([sys.executable, *reader.argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env=environment)
+                               env=environment, start_new_session=True)
     try:
         yield process
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -87,11 +88,14 @@ def answered(process: subprocess.Popen[str]) -> str:
 
 
 def read(process: subprocess.Popen[str], count: int) -> float:
-    """Batches a second over ``count`` batches."""
+    """Batches a second over ``count`` batches. The process and its workers run for that long only."""
     assert process.stdin is not None
+    os.killpg(process.pid, signal.SIGCONT)
     process.stdin.write(f"{count}\n")
     process.stdin.flush()
-    return count / float(answered(process))
+    seconds_taken = float(answered(process))
+    os.killpg(process.pid, signal.SIGSTOP)
+    return count / seconds_taken
 
 
 def one_set(readers: Sequence[Reader], at: int, rounds: int, facts: Facts) -> None:
