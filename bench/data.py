@@ -1,8 +1,9 @@
 """The loader alone and in training: as it is with 0, 2 and 4 workers, under flatout, beside other libraries, beside a batch that is ready.
 
 Images lie in memory as bytes (50,000 of 32 x 32 x 3 with RandomCrop, flip, ToTensor, Normalize; 60,000 of 28 x 28 with ToTensor,
-Normalize); batches of 128. Sets of fresh processes, one a side, that take turns; the others, with their workers, are stopped meanwhile. A
-ratio is the median over rounds and sets with a 95 % interval (bootstrap over both). flatout's sides are the same script, started by ``flatout run`` with a plan.
+Normalize); batches of 128. Sets of fresh processes, one a side, that take turns; the others, with their workers, are stopped
+meanwhile. A ratio is the median over rounds and sets with a 95 % interval (bootstrap over both). flatout's sides are the same script,
+started by ``flatout run`` with a plan.
 
 Alone: batches a second. In training (a small convolutional network): steps under the plan beside steps on one batch that is ready.
 
