@@ -9,7 +9,8 @@ What it can change: nothing. A sample is kept only where fetching it twice gives
     sample is fetched again in each of the first batches and in every eighth later, and an attribute or tensor that the script changes
     in the data set ends the keeping. A data set that answers differently now and then without drawing from torch, numpy or random may
     pass for some batches.
-Evidence: a batch of 128 small images came 10 to 20 times as fast on 2 cores; measured on your program before it is kept.
+Evidence: batches of 128 images of 28 x 28, ToTensor and Normalize, came 56 times as fast (bench/results: data; 2 cores of an AMD EPYC,
+    torch 2.14.1, 2026-11); measured on your program before it is kept.
 Sources: torch.utils.data documentation; tf.data's "cache" transformation, which leaves the proof to the user.
 """
 
