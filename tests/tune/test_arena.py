@@ -73,9 +73,9 @@ def test_a_program_that_is_behind_catches_up_before_it_is_measured(arena, tmp_pa
 
 
 def test_a_race_whose_plain_program_ends_keeps_what_was_measured(arena):
-    ring = arena(steps=400)
+    ring = arena(steps=300)
     plain, tuned = (ring.enter(Plan(), 0, 60.0) for _ in range(2))
     ring.tick_ms = max(plain.trial.ready["tick_ms"], 5.0)
     verdicts = ring.processes(plain.trial, [tuned], seconds() + 60)
     assert isinstance(verdicts[0], Ratio)
-    assert 1 <= verdicts[0].n <= 6
+    assert 1 <= verdicts[0].n <= 300 / ring.block_ticks
