@@ -25,21 +25,16 @@ from flatout.plan.words import Effect, Moment
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if not scene.backwards:  # before a loader is iterated over nothing can be seen; the rule looks at each one
         return Options(("all", "light"))
-    from flatout.pipeline.feed import Feed
+    from flatout.pipeline.feed import tried
 
-    reasons, apart, heavy = [], [], False
-    for loader in scene.live_loaders:
-        feed = Feed(loader)
+    def batched(feed: Any) -> None:
         feed.batched = True
-        feed.prepare()
-        reasons.append(feed.try_out())
-        apart.append(feed.apart)
-        heavy |= feed.heavy
-    if not reasons:
-        return Skip("the script prepares its batches itself, without a DataLoader")
-    if all(reasons):
-        return Skip(reasons[0])
-    return Options(("all", "light") if heavy else ("all",), effect=Effect.ROUNDING if any(apart) else Effect.EXACT)
+
+    feeds, why = tried(scene.live_loaders, batched)
+    if why:
+        return Skip(why)
+    heavy, apart = any(feed.heavy for feed in feeds), any(feed.apart for feed in feeds)
+    return Options(("all", "light") if heavy else ("all",), effect=Effect.ROUNDING if apart else Effect.EXACT)
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:

@@ -87,13 +87,10 @@ class Sometimes(Operation):
         return done
 
 
-@dataclass(frozen=True)
-class OneOf(Operation):
-    """One of these ways, by weights that sum to 1."""
+class Branching(Operation):
+    """Several ways that an image may go; which ones, and in which order, is drawn for each image."""
 
     ways: tuple[Way, ...]
-    weights: tuple[float, ...]
-    apart: float = 0.0
 
     @property
     def heavy(self) -> bool:  # type: ignore[override]
@@ -106,6 +103,15 @@ class OneOf(Operation):
 
     def draws(self, shape: Shape) -> None:
         return None
+
+
+@dataclass(frozen=True)
+class OneOf(Branching):
+    """One of these ways, by weights that sum to 1."""
+
+    ways: tuple[Way, ...]
+    weights: tuple[float, ...]
+    apart: float = 0.0
 
     def row(self, shape: Shape, words: Numbers) -> tuple[int, tuple[Any, ...]]:
         chosen = int(torch.multinomial(torch.tensor(self.weights), 1, generator=words.torch()))
@@ -120,23 +126,11 @@ class OneOf(Operation):
 
 
 @dataclass(frozen=True)
-class AnyOrder(Operation):
+class AnyOrder(Branching):
     """All of these ways, in an order drawn for each image."""
 
     ways: tuple[Way, ...]
     apart: float = 0.0
-
-    @property
-    def heavy(self) -> bool:  # type: ignore[override]
-        return any(operation.heavy for operation in chain(*self.ways))
-
-    def shape(self, shape: Shape) -> Shape:
-        for way in self.ways:
-            _along(way, shape)
-        return shape
-
-    def draws(self, shape: Shape) -> None:
-        return None
 
     def row(self, shape: Shape, words: Numbers) -> list[tuple[int, tuple[Any, ...]]]:
         return [(at, _drawn_along(self.ways[at], shape, words)) for at in words.randperm(len(self.ways))]

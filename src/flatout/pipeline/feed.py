@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -394,3 +394,17 @@ class Feed:
         if listener is not None and sentence not in self._said:
             self._said.add(sentence)
             listener(sentence)
+
+
+def tried(loaders: Iterable[Any], wish: Callable[[Feed], None]) -> tuple[list[Feed], str]:
+    """A feed for each of these DataLoaders, with the wishes that ``wish`` gives it, tried out; and why, where none of them can be fed."""
+    feeds = []
+    for loader in loaders:
+        feed = Feed(loader)
+        wish(feed)
+        feed.prepare()
+        feed.try_out()
+        feeds.append(feed)
+    if not feeds:
+        return [], "the script prepares its batches itself, without a DataLoader"
+    return feeds, feeds[0].refusal if all(feed.refusal for feed in feeds) else ""
