@@ -31,17 +31,17 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     most = max(SMALLEST_MIB, facts.memory_bytes // MIB // SHARE)
     if not scene.backwards:  # before a loader is iterated over nothing can be seen; the rule looks at each one
         return Options(({"mib": most},))
+    from flatout.pipeline.feed import tried
+
     keep = _keep({"mib": most})
-    reasons, needed = [], 0
-    for loader in scene.live_loaders:
-        feed = _feed(loader, keep)
-        feed.prepare()
-        needed += feed.store.bytes_of_all if feed.store is not None else 0
-        reasons.append(feed.try_out())
-    if not reasons:
-        return Skip("the script prepares its batches itself, without a DataLoader")
-    if all(reasons):
-        return Skip(reasons[0])
+
+    def kept(feed: Any) -> None:
+        feed.keep = keep
+
+    feeds, why = tried(scene.live_loaders, kept)
+    if why:
+        return Skip(why)
+    needed = sum(feed.store.bytes_of_all for feed in feeds if feed.store is not None)
     whole = max(1, -(-needed // MIB))
     return Options(({"mib": whole, "ahead": True}, {"mib": whole}) if whole <= most else ({"mib": most},))
 
@@ -55,19 +55,14 @@ def _keep(value: Value) -> Any:
     return Keep(Memory(value["mib"] * MIB), bool(value.get("ahead")), str(folder) if folder else None)
 
 
-def _feed(loader: Any, keep: Any, feed: Any = None) -> Any:
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     from flatout.pipeline.feed import Feed
 
-    feed = feed or Feed(loader)
-    feed.keep = keep if not feed.keeps_nothing else None
-    return feed
-
-
-def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     keep = _keep(value)
 
     def kept(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
-        feed = _feed(loader, keep, feed)
+        feed = feed or Feed(loader)
+        feed.keep = keep if not feed.keeps_nothing else None
         feed.listeners["keep"] = lambda sentence: scene.report("cached_prefix", sentence)
         return feed
 

@@ -29,20 +29,16 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     most = facts.gpus[0].memory_bytes // MIB // SHARE
     if not scene.backwards:  # before a loader is iterated over nothing can be seen; the rule looks at each one
         return Options(({"mib": most},))
-    from flatout.pipeline.feed import Feed
+    from flatout.pipeline.feed import tried
     from flatout.pipeline.keeping import Keep, Memory
 
-    reasons, needed = [], 0
-    for loader in scene.live_loaders:
-        feed = Feed(loader)
+    def kept(feed: Any) -> None:
         feed.batched, feed.keep = True, Keep(Memory(most * MIB))
-        feed.prepare()
-        needed += feed.store.bytes_of_all if feed.store is not None else 0
-        reasons.append(feed.try_out() or feed.keeps_nothing)
-    if not reasons:
-        return Skip("the script prepares its batches itself, without a DataLoader")
-    if all(reasons):
-        return Skip(reasons[0])
+
+    feeds, why = tried(scene.live_loaders, kept)
+    if why or all(feed.refusal or feed.keeps_nothing for feed in feeds):
+        return Skip(why or feeds[0].refusal or feeds[0].keeps_nothing)
+    needed = sum(feed.store.bytes_of_all for feed in feeds if feed.store is not None)
     whole = max(1, -(-needed // MIB))
     return Options(({"mib": whole},)) if whole <= most else Skip(f"the data takes {whole} MiB, and {most} of the GPU's are for it at most")
 
