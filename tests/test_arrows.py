@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "engine": {"plan", "capture", "measure", "state"},
     "trial": BELOW_TRIAL,
     "tune": {"plan", "levers", "measure", "trial", "engine", "launch"},
-    "diagnose": {"plan", "levers", "measure", "trial", "engine", "launch"},
+    "diagnose": {"plan", "probe", "levers", "measure", "trial", "engine", "launch"},
     "cli": set(NUMBER) - {"cli"},
 }
 # What may be imported as a file is loaded, beside the standard library. Everything else waits inside a function.

@@ -1,0 +1,206 @@
+"""What `flatout profile` saw of a program: plain records, JSON, from which rules judge and pages are drawn.
+
+Times are milliseconds of one mean step unless a name says otherwise; bytes are bytes. What could not be seen on this machine is None, and
+never 0: a rule must be able to tell "none" from "not looked at".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.plan.findings import Finding, Place
+from flatout.plan.records import PhaseTime, Ratio, Record
+
+PROFILE_SCHEMA = 1
+MEMORY_KINDS = ("parameters", "gradients", "optimizer state", "activations", "inputs", "buffers", "other", "fragmentation")
+
+
+@dataclass
+class WhatIf(Record):
+    """A bound that was measured: the step without one thing, switched on and off in turns inside the running program.
+
+    ``ratio`` is plain over without, ``name`` is one of: loader, copies, optimizer, syncs, logging, gc, one thread fewer, one thread more.
+    ``why_not`` says why it was not measured; then ``ratio`` is None.
+    """
+
+    name: str
+    ratio: Ratio | None = None
+    step_ms: float | None = None
+    why_not: str = ""
+
+
+@dataclass
+class Operation(Record):
+    """One operator, summed over a step. ``roofline`` is the share of what this device can reach at this intensity (FLOPs a byte)."""
+
+    name: str
+    calls: float
+    host_ms: float  # self time on the host
+    device_ms: float | None = None  # self time on the device, None without one
+    share: float = 0.0  # of the operators' total self time, on the device where there is one
+    flops: float | None = None
+    moved_bytes: float | None = None
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)  # the most frequent ones
+    roofline: float | None = None
+    limit: str = ""  # compute | memory | launch | unknown
+    tensor_cores: bool | None = None
+    place: Place | None = None
+
+
+@dataclass
+class Crossing(Record):
+    """A place where tensors wait for Python or Python for tensors: item, nonzero, copies to the host, printing; or a copy to the device."""
+
+    kind: str  # item | nonzero | to host | numpy | print | compare | synchronize | to device
+    place: Place | None
+    calls: float  # a step
+    ms: float  # a step, waiting included
+    sized_bytes: float = 0.0  # a step
+    pinned: bool | None = None  # of copies to the device
+    non_blocking: bool | None = None
+
+
+@dataclass
+class LoaderSeen(Record):
+    """One place in the script where DataLoaders are made."""
+
+    place: Place | None
+    made: int = 1  # how many loaders this place has made
+    begun: int = 0  # how many iterators
+    workers: int = 0
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    prefetch_factor: int | None = None
+    batch_size: int | None = None
+    dataset: str = ""
+    wait_ms: float = 0.0  # a step
+    start_ms: float = 0.0  # of one iterator, until its first batch
+    fetch_ms: float | None = None  # of one batch, inside the data set
+    slow_place: Place | None = None  # the line of the user's data set that most of the fetching is spent in
+
+
+@dataclass
+class MemoryAt(Record):
+    """Bytes by kind (of MEMORY_KINDS) at a moment of a step."""
+
+    ms: float
+    kinds: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class MemorySeen(Record):
+    """``where`` is "device" or "host". ``by_module`` are the activations at the peak, by the module's own name."""
+
+    where: str
+    peak_bytes: int
+    at_peak: dict[str, int] = field(default_factory=dict)
+    by_module: dict[str, int] = field(default_factory=dict)
+    peak_place: Place | None = None
+    timeline: list[MemoryAt] = field(default_factory=list)
+    reserved_bytes: int | None = None
+    retries: int | None = None  # of the allocator, over the whole run
+    empty_cache_calls: float = 0.0  # a step
+    empty_cache_ms: float = 0.0
+    empty_cache_place: Place | None = None
+
+
+@dataclass
+class Leak(Record):
+    """Memory at the same point of each step. ``chance`` is that of so strong a trend without a leak."""
+
+    bytes_a_step: float
+    chance: float
+    leaking: bool
+    holder: str = ""  # what holds the tensors: "list `losses`"
+    place: Place | None = None  # the line that put them there
+    graph: bool = False  # what is held keeps an autograd graph alive
+    series: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Compiled(Record):
+    graphs: int = 0
+    recompiles: int = 0
+    breaks: int = 0
+    reasons: list[str] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    ms: float = 0.0  # spent compiling, whole run
+
+
+@dataclass
+class ProfileRecord(Record):
+    """Everything one `flatout profile` saw. ``bound`` names what limits the step: data, python, launch, copy, memory, compute, optimizer."""
+
+    command: list[str]
+    cwd: str
+    schema: int = PROFILE_SCHEMA
+    flatout: str = ""
+    created: str = ""
+    status: str = "running"  # running | done | failed
+    message: str = ""
+    machine: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    scene: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+    unit: str = "step"
+    steps: int = 0
+    warmup_steps: int = 0
+    warmup_ms: float = 0.0
+    first_step_ms: float | None = None
+    step_ms: float | None = None
+    step_ms_list: list[float] = field(default_factory=list)
+    samples_per_s: float | None = None
+    phases: dict[str, PhaseTime] = field(default_factory=dict)
+    bound: str = ""
+    bound_why: str = ""
+    overhead: Ratio | None = None  # a step that is listened to, over one that is not
+    what_ifs: list[WhatIf] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    operators_a_step: float | None = None
+    flops_a_step: float | None = None
+    mfu: float | None = None
+    crossings: list[Crossing] = field(default_factory=list)
+    loaders: list[LoaderSeen] = field(default_factory=list)
+    memory: MemorySeen | None = None
+    leak: Leak | None = None
+    host_growth: Leak | None = None
+    compiled: Compiled | None = None
+    idle_ms: float | None = None  # of the device, a step
+    gc_ms: float = 0.0
+    gc_longest_ms: float = 0.0
+    settings: dict[str, Any] = field(default_factory=dict)  # anomaly mode, deterministic algorithms, TF32, threads, optimizers and their arguments
+    events: dict[str, Any] = field(default_factory=dict)  # what a rule of its own asked to be counted: name -> {"calls": a step, "places": [...]}
+    ceilings: dict[str, float] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ProfileRecord:
+        """Raises TypeError for what is JSON, and no profile."""
+        record = super().from_json(data)
+        _revive(record)
+        return record
+
+
+_NESTED: dict[str, type[Record]] = {
+    "place": Place, "slow_place": Place, "peak_place": Place, "empty_cache_place": Place, "places": Place,
+    "ratio": Ratio, "overhead": Ratio, "what_ifs": WhatIf, "operations": Operation, "crossings": Crossing, "loaders": LoaderSeen,
+    "memory": MemorySeen, "timeline": MemoryAt, "leak": Leak, "host_growth": Leak, "compiled": Compiled, "findings": Finding,
+}
+
+
+def _revive(record: Record) -> None:
+    """Tables that stand for records become records, all the way down."""
+    for name, value in vars(record).items():
+        kind = _NESTED.get(name)
+        if name == "phases" and isinstance(value, dict):
+            record.__dict__[name] = {phase: PhaseTime.from_json(time) if isinstance(time, dict) else time for phase, time in value.items()}
+        elif kind is not None and isinstance(value, dict):
+            record.__dict__[name] = value = kind.from_json(value)
+            _revive(value)
+        elif kind is not None and isinstance(value, list):
+            record.__dict__[name] = value = [kind.from_json(each) if isinstance(each, dict) else each for each in value]
+            for each in value:
+                if isinstance(each, Record):
+                    _revive(each)
