@@ -18,7 +18,7 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/ruff check src tests bench examples
 	$(BIN)/mypy
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
 clean:
 	rm -rf $(VENV) .flatout dist build

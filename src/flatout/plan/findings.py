@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from flatout.plan.records import Ratio, Record
 
@@ -57,13 +56,3 @@ class Finding(Record):
     how: str = ""
     measured: Ratio | None = None
     others: list[Place] = field(default_factory=list)  # further places with the same fault
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Finding:
-        finding = super().from_json(data)
-        for name, kind in (("place", Place), ("predicted", Ratio), ("measured", Ratio)):
-            value = getattr(finding, name)
-            if isinstance(value, dict):
-                setattr(finding, name, kind.from_json(value))
-        finding.others = [place if isinstance(place, Place) else Place.from_json(place) for place in finding.others]
-        return finding

@@ -174,33 +174,3 @@ class ProfileRecord(Record):
     events: dict[str, Any] = field(default_factory=dict)  # what a rule of its own asked to be counted: name -> {"calls": a step, "places": [...]}
     ceilings: dict[str, float] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> ProfileRecord:
-        """Raises TypeError for what is JSON, and no profile."""
-        record = super().from_json(data)
-        _revive(record)
-        return record
-
-
-_NESTED: dict[str, type[Record]] = {
-    "place": Place, "slow_place": Place, "peak_place": Place, "empty_cache_place": Place, "places": Place,
-    "ratio": Ratio, "overhead": Ratio, "what_ifs": WhatIf, "operations": Operation, "crossings": Crossing, "loaders": LoaderSeen,
-    "memory": MemorySeen, "timeline": MemoryAt, "leak": Leak, "host_growth": Leak, "compiled": Compiled, "findings": Finding,
-}
-
-
-def _revive(record: Record) -> None:
-    """Tables that stand for records become records, all the way down."""
-    for name, value in vars(record).items():
-        kind = _NESTED.get(name)
-        if name == "phases" and isinstance(value, dict):
-            record.__dict__[name] = {phase: PhaseTime.from_json(time) if isinstance(time, dict) else time for phase, time in value.items()}
-        elif kind is not None and isinstance(value, dict):
-            record.__dict__[name] = value = kind.from_json(value)
-            _revive(value)
-        elif kind is not None and isinstance(value, list):
-            record.__dict__[name] = value = [kind.from_json(each) if isinstance(each, dict) else each for each in value]
-            for each in value:
-                if isinstance(each, Record):
-                    _revive(each)

@@ -7,8 +7,10 @@ backward pass where a cycle holds many (LBFGS) and lasts seconds.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from types import UnionType
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 SESSION_SCHEMA = 1
 CONFIDENCE = 0.95  # of every interval
@@ -18,15 +20,43 @@ PHASES = ("data", "copy", "forward", "backward", "optimizer", "other")
 
 
 class Record:
-    """JSON both ways. Unknown keys are ignored, so that an older flatout can show a newer record."""
+    """JSON both ways; a field's annotation says which records lie inside. Unknown keys are ignored, so that an older flatout can show a newer record."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload,no-any-return]
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-        return cls(**{key: value for key, value in data.items() if key in names})
+        """Raises TypeError or AttributeError for what is JSON, and no such record."""
+        kinds = _kinds(cls)
+        return cls(**{key: _revived(kinds[key], value, key) for key, value in data.items() if key in kinds})
+
+
+@cache
+def _kinds(record: type[Record]) -> dict[str, Any]:
+    return get_type_hints(record)
+
+
+def _revived(kind: Any, value: Any, key: str) -> Any:
+    """``value`` as ``kind`` says: tables become records, in lists and in tables of them too."""
+    if get_origin(kind) is UnionType:
+        kind = next((one for one in get_args(kind) if _holds_records(one)), None)
+    if value is None or isinstance(value, Record) or not _holds_records(kind):
+        return value
+    container = get_origin(kind) or dict
+    if not isinstance(value, container):
+        raise TypeError(f"{key} is a {'list' if container is list else 'table'}, not {type(value).__name__}")
+    if container is list:
+        return [_revived(get_args(kind)[0], each, key) for each in value]
+    if get_origin(kind) is dict:
+        return {name: _revived(get_args(kind)[1], each, key) for name, each in value.items()}
+    return kind.from_json(value)
+
+
+def _holds_records(kind: Any) -> bool:
+    if get_origin(kind) in (list, dict):
+        return _holds_records(get_args(kind)[-1])
+    return isinstance(kind, type) and issubclass(kind, Record)
 
 
 @dataclass
@@ -148,12 +178,6 @@ class GuardRecord(Record):
     plain_losses: list[list[float]] = field(default_factory=list)
     tuned_losses: list[list[float]] = field(default_factory=list)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> GuardRecord:
-        record = super().from_json(data)
-        record.checks = [c if isinstance(c, GuardCheck) else GuardCheck.from_json(c) for c in record.checks]
-        return record
-
 
 @dataclass
 class Side(Record):
@@ -217,10 +241,4 @@ class SessionRecord(Record):
         record = super().from_json(data)
         if not isinstance(record.command, list) or not isinstance(record.key, dict):
             raise TypeError("command is a list and key a table")
-        for name, kind in (("baseline", Side), ("best", Side), ("speedup", Ratio), ("noise_floor", Ratio), ("guard", GuardRecord)):
-            value = getattr(record, name)
-            if value is not None and not isinstance(value, kind):
-                setattr(record, name, kind.from_json(value))
-        record.levers = [v if isinstance(v, LeverRecord) else LeverRecord.from_json(v) for v in record.levers]
-        record.contests = [v if isinstance(v, Contest) else Contest.from_json(v) for v in record.contests]
         return record
