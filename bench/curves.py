@@ -29,6 +29,7 @@ COLOURS = ("#2a6fdb", "#d1495b", "#3a9a5c")
 
 
 def losses(root: str, plan: Plan, seed: int, job: JobFolder, facts: Any) -> list[float]:
+    """The loss of every step, to the last bit."""
     arena = Arena(understand(["python", str(TRAINING), "--root", root]), job, facts)
     try:
         trial = enter(arena, plan, seed).trial
@@ -37,7 +38,7 @@ def losses(root: str, plan: Plan, seed: int, job: JobFolder, facts: Any) -> list
         record = trial.finish()
     finally:
         arena.close()
-    return record.losses[:STEPS]
+    return [float.fromhex(loss) for loss in record.losses[:STEPS]]
 
 
 def smooth(curve: list[float]) -> list[float]:
