@@ -121,7 +121,7 @@ def tuned_page(scripts: dict[str, dict[str, Any]]) -> str:
     rows, lever_rows = [], []
     for name, entry in scripts.items():
         if entry["status"] == "failed":
-            rows.append((name, "failed: " + entry["why"].splitlines()[0][:160], "-", "-", "-", "-", "-"))
+            rows.append((name, "failed: " + entry["why"].splitlines()[0][:160], "-", "-", "-", "-", "-", entry["made"]["versions"]["flatout"]))
             continue
         again = spell(again_of(entry)) if entry["choices"] else "plain stays (1)"
         if entry.get("measured_again", {}).get("failure"):
@@ -130,7 +130,8 @@ def tuned_page(scripts: dict[str, dict[str, Any]]) -> str:
             again += f" (not applied: {', '.join(entry['not_applied'])})"
         guard = entry["guard"]
         rows.append((name, entry["plan"], f"{entry['baseline_step_ms']:.3g} ms", spell(entry["session_ratio"]), again, spell(entry["noise_floor"]),
-                     f"{guard['verdict']}: {guard['why']}" if entry["choices"] or guard["verdict"] == "failed" else guard["why"]))
+                     f"{guard['verdict']}: {guard['why']}" if entry["choices"] or guard["verdict"] == "failed" else guard["why"],
+                     entry["made"]["versions"]["flatout"]))
         for lever in entry["levers"]:
             ratio = None if lever["ratio"] is None else {"median": lever["ratio"], "low": lever["low"], "high": lever["high"]}
             lever_rows.append((name, lever["name"] if lever["value"] is None else spell_choice(lever["name"], lever["value"]), lever["status"],
@@ -138,7 +139,7 @@ def tuned_page(scripts: dict[str, dict[str, Any]]) -> str:
     ratios = {name: again for name, entry in scripts.items() if (again := again_of(entry))}
     parts = ["# Public training scripts, tuned\n",
              "Baseline: the plain script, fresh processes, interleaved. Session: what `flatout tune` says; measured again: three fresh pairs after it.\n",
-             markdown_table(("script", "plan", "plain step", "session", "measured again", "A/A in the session", "guard"), rows), ""]
+             markdown_table(("script", "plan", "plain step", "session", "measured again", "A/A in the session", "guard", "flatout"), rows), ""]
     if ratios:
         worst = min(ratios, key=lambda name: ratios[name]["low"])
         parts.append(f"Geometric mean of {len(ratios)} scripts, measured again: {geometric_mean([r['median'] for r in ratios.values()]):.3f}x. "
