@@ -15,6 +15,7 @@ from flatout.plan.records import Ratio, Record
 class Severity(StrEnum):
     """What it costs to leave a thing as it is. The order of the members is the order in which findings are shown."""
 
+    FATAL = "the program ends"
     WRONG = "wrong result"
     TIME = "wasted time"
     MEMORY = "wasted memory"
@@ -30,6 +31,7 @@ class Place(Record):
     column: int = 0
     function: str = ""
     text: str = ""  # the line itself, stripped
+    indent: int = 0  # how many signs were stripped before it
 
     def sentence(self) -> str:
         return f"{self.file}:{self.line}" + (f" in {self.function}" if self.function else "")

@@ -4,6 +4,7 @@
         session.json           every record of the session
         flatout.toml           the Plan
         report.html
+        profile.json           what `flatout profile` saw, and profile.html
         trials/<n>/            one measured run: spec.json, result.json, stdout.log, stderr.log, saved/
 """
 
@@ -48,6 +49,19 @@ def read_json(path: Path) -> Any:
         return None
 
 
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one a line; a last one that was cut off is left out. Nothing where there is no file."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+    return found
+
+
 class JobFolder:
     """Owns every path of one job."""
 
@@ -73,6 +87,14 @@ class JobFolder:
     @property
     def report(self) -> Path:
         return self.path / "report.html"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile.json"
+
+    @property
+    def profile_page(self) -> Path:
+        return self.path / "profile.html"
 
     @property
     def trials(self) -> Path:

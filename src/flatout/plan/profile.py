@@ -63,6 +63,16 @@ class Crossing(Record):
 
 
 @dataclass
+class IdleGap(Record):
+    """The device waited, and the host did ``what`` meanwhile (an operator's name, or "python")."""
+
+    what: str
+    ms: float  # a step
+    calls: float  # a step
+    place: Place | None = None
+
+
+@dataclass
 class LoaderSeen(Record):
     """One place in the script where DataLoaders are made."""
 
@@ -79,6 +89,9 @@ class LoaderSeen(Record):
     start_ms: float = 0.0  # of one iterator, until its first batch
     fetch_ms: float | None = None  # of one batch, inside the data set
     slow_place: Place | None = None  # the line of the user's data set that most of the fetching is spent in
+    slow_share: float | None = None  # of the fetching, in that line
+    batches: int = 0  # handed out over the whole run
+    worker_bytes: int | None = None  # memory of its worker processes that nobody shares
 
 
 @dataclass
@@ -91,7 +104,7 @@ class MemoryAt(Record):
 
 @dataclass
 class MemorySeen(Record):
-    """``where`` is "device" or "host". ``by_module`` are the activations at the peak, by the module's own name."""
+    """``where`` is "device" or "host". ``by_module`` are the activations when there are most of them, by the module's own name."""
 
     where: str
     peak_bytes: int
@@ -116,6 +129,9 @@ class Leak(Record):
     holder: str = ""  # what holds the tensors: "list `losses`"
     place: Place | None = None  # the line that put them there
     graph: bool = False  # what is held keeps an autograd graph alive
+    where: str = "host"  # device | host
+    steps: int = 0  # between the first and the last of ``series``
+    tensors_a_step: float | None = None  # how many more are alive after each step
     series: list[float] = field(default_factory=list)
 
 
@@ -170,7 +186,21 @@ class ProfileRecord(Record):
     idle_ms: float | None = None  # of the device, a step
     gc_ms: float = 0.0
     gc_longest_ms: float = 0.0
-    settings: dict[str, Any] = field(default_factory=dict)  # anomaly mode, deterministic algorithms, TF32, threads, optimizers and their arguments
-    events: dict[str, Any] = field(default_factory=dict)  # what a rule of its own asked to be counted: name -> {"calls": a step, "places": [...]}
+    gc_calls: float = 0.0  # a step
+    python_ms: float | None = None  # host time of a quiet step in no operator and in no wait for data
+    operator_us: float | None = None  # of the host, a mean operator call, those it calls included
+    idle_gaps: list[IdleGap] = field(default_factory=list)  # the longest ones
+    schedule: list[int] = field(default_factory=list)  # steps of wait, warm-up and listening
+    trace: str = ""  # the file of the Chrome trace, where it was kept
+    notes: list[str] = field(default_factory=list)  # sentences: what could not be looked at, and the command that would
+    # anomaly, deterministic, cudnn_benchmark, matmul_precision, default_dtype, threads, interop_threads, cores, gc, autocast, scalers,
+    # optimizers [{kind, groups, tensors, lr, fused, foreach, ...}], modules {class name: count}, training {mode: modules}, dtypes {dtype: bytes}
+    settings: dict[str, Any] = field(default_factory=dict)
+    # Calls that tell of a habit: name -> {"calls": a step, "ms": a step, "most": calls of the busiest line over the whole run, "places": [a Place
+    # as JSON, most frequent first]}.
+    # Names: forward, backward (the lines of training), loss_not_finite, between (the program's own lines between the phases), empty_cache,
+    # gc_collect, save, anomaly, set_threads, data_parallel, zero_grad, zero_grad_to_zero, clip, make_optimizer, make_scheduler, eval_with_grad
+    # (a forward pass of a model in eval mode with gradients on)
+    events: dict[str, Any] = field(default_factory=dict)
     ceilings: dict[str, float] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)

@@ -28,7 +28,7 @@ class Record:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """Raises TypeError or AttributeError for what is JSON, and no such record."""
-        kinds = _kinds(cls)
+        kinds = _kinds(cls)  # type: ignore[arg-type]  # a class is hashable
         return cls(**{key: _revived(kinds[key], value, key) for key, value in data.items() if key in kinds})
 
 
@@ -209,6 +209,25 @@ class Contest(Record):
 
 
 @dataclass
+class Prediction(Record):
+    """What a profile's finding promised, and what the lever that came nearest to it brought. ``measured`` is None where none was measured."""
+
+    rule: str
+    name: str
+    predicted: Ratio
+    how: str = ""
+    lever: str = ""
+    measured: Ratio | None = None
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Prediction:
+        record = super().from_json(data)
+        record.predicted = record.predicted if isinstance(record.predicted, Ratio) else Ratio.from_json(record.predicted)
+        record.measured = Ratio.from_json(record.measured) if isinstance(record.measured, dict) else record.measured
+        return record
+
+
+@dataclass
 class SessionRecord(Record):
     """Everything one `flatout tune` learned. Saved after every contest as ``session.json``."""
 
@@ -231,6 +250,7 @@ class SessionRecord(Record):
     levers: list[LeverRecord] = field(default_factory=list)
     contests: list[Contest] = field(default_factory=list)
     payback_steps: int | None = None
+    predictions: list[Prediction] = field(default_factory=list)  # of the profile that told the search where to begin
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     scene: dict[str, Any] = field(default_factory=dict)

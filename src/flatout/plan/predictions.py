@@ -1,0 +1,49 @@
+"""What findings promised beside what levers brought. Pure functions from records to records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from flatout.plan.findings import Finding
+from flatout.plan.records import LeverRecord, Prediction, Ratio
+
+
+def levers_first(findings: Iterable[Finding], known: Sequence[str]) -> list[str]:
+    """The levers that the findings ask for, the most promising first, each once; ``known`` are those that there are."""
+    promise: dict[str, float] = {}
+    for finding in findings:
+        gain = finding.predicted.median if finding.predicted else 1.0
+        for place, lever in enumerate(finding.levers):
+            if lever in known:
+                # The first lever of a finding is the likeliest; a later one stands behind it, not behind other findings.
+                promise[lever] = max(promise.get(lever, 0.0), 1 + (gain - 1) * 0.95**place)
+    return sorted(promise, key=lambda lever: -promise[lever])
+
+
+def predictions(findings: Iterable[Finding], levers: Sequence[LeverRecord]) -> list[Prediction]:
+    """For each finding that promised something: the lever of its own that brought most, alone and against the plain program."""
+    found = []
+    for finding in findings:
+        if finding.predicted is None or not finding.levers:
+            continue
+        best = _best(finding, levers)
+        name, measured = (best.name, _ratio(best)) if best is not None else ("", None)
+        found.append(Prediction(finding.rule, finding.name, finding.predicted, finding.how, name, measured))
+    return found
+
+
+def with_measured(findings: Iterable[Finding], levers: Sequence[LeverRecord]) -> list[Finding]:
+    """The findings, with what came of them where one of their levers was measured."""
+    return [finding if (best := _best(finding, levers)) is None else replace(finding, measured=_ratio(best)) for finding in findings]
+
+
+def _best(finding: Finding, levers: Sequence[LeverRecord]) -> LeverRecord | None:
+    tried = [lever for lever in levers if lever.name in finding.levers and _ratio(lever) is not None]
+    return max(tried, key=lambda lever: lever.ratio or 0.0, default=None)
+
+
+def _ratio(lever: LeverRecord) -> Ratio | None:
+    if lever.ratio is None or lever.low is None or lever.high is None:
+        return None
+    return Ratio(lever.ratio, lever.low, lever.high, lever.n)
