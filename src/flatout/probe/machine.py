@@ -9,6 +9,7 @@ import platform
 from pathlib import Path
 
 from flatout.plan.facts import Facts, Gpu
+from flatout.probe.cgroup import group
 
 WATCHED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "GLIBC_TUNABLES",
            "CUDA_VISIBLE_DEVICES", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_CONF",
@@ -46,13 +47,8 @@ def _cpu() -> tuple[str, tuple[str, ...]]:
 
 def _cores() -> int:
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()[:2]
-        if quota != "max":
-            available = min(available, max(1, round(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass
-    return available
+    quota = group(_text).cores
+    return min(available, max(1, round(quota))) if quota else available
 
 
 def _memory() -> int:
@@ -60,11 +56,24 @@ def _memory() -> int:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return 0
+    limit = group(_text).memory_bytes
+    return min(total, limit) if limit else total
+
+
+def _text(path: str) -> str | None:
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
-        return min(total, int(limit)) if limit.isdigit() else total
+        return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return total
+        return None
+
+
+def oom_kills() -> int | None:
+    """How often the kernel has ended a process of this control group for want of memory; None where that cannot be read."""
+    try:
+        lines = Path("/sys/fs/cgroup/memory.events").read_text(encoding="utf-8").splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _gpus() -> tuple[Gpu, ...]:

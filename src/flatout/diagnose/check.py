@@ -1,0 +1,112 @@
+"""Reads a program with every rule, and honours the comments that switch a rule off.
+
+``# flatout: ignore FL012`` (several codes with commas) hides these rules on its line, or on the next where it stands alone; without a
+code it hides all. A comment that hides nothing is itself a finding: it would hide the next real one.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.rules import TABLE
+from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
+from flatout.plan.errors import UsageError
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+from flatout.probe.script import Source
+
+COMMENT = re.compile(r"#\s*flatout:\s*ignore\b[:\s]*([A-Za-z]{2}\d+(?:[,\s]+[A-Za-z]{2}\d+)*)?")
+ORDER = {severity.value: number for number, severity in enumerate(Severity)}
+
+
+@dataclass(eq=False)
+class Ignore:
+    """A comment. ``codes`` empty means every rule; ``line`` is the line whose findings it hides."""
+
+    source: Source
+    at: int
+    line: int
+    codes: tuple[str, ...]
+    used: bool = False
+
+
+def check(program: Program, select: Collection[str] = (), ignore: Collection[str] = (), measured: Sequence[Finding] = ()) -> list[Finding]:
+    """Every finding, worst kind first, then by file and line. ``select`` and ``ignore`` are codes or the beginnings of codes.
+
+    ``measured`` is what the same rules found in a run of the program; where both see one fault on one line, it is told once, with its figures.
+
+    Raises UsageError for one that no rule has.
+    """
+    for wanted in [*select, *ignore]:
+        if not any(rule.code.startswith(wanted) for rule in TABLE):
+            raise UsageError(f"no rule has the code {wanted!r}. `flatout check --explain all` lists the rules.")
+    chosen = [rule for rule in TABLE if (not select or rule.code.startswith(tuple(select))) and not (ignore and rule.code.startswith(tuple(ignore)))]
+    return sorted(_kept(program, chosen, measured), key=_order)
+
+
+def _order(finding: Finding) -> tuple[int, str, int, int, str]:
+    place = finding.place
+    return (ORDER[finding.severity], *((place.file, place.line, place.column) if place else ("", 0, 0)), finding.rule)
+
+
+def _kept(program: Program, rules: list[Rule], measured: Sequence[Finding]) -> Iterable[Finding]:
+    comments = [comment for source in program.sources for comment in ignores(source)]
+    hiding: dict[tuple[str, int], list[Ignore]] = {}
+    for comment in comments:
+        hiding.setdefault(comment.source.cell(comment.line), []).append(comment)
+    seen = set()
+    for rule in rules:
+        ran = [finding for finding in measured if finding.rule == rule.code]
+        told = {(finding.place.file, finding.place.line) for finding in ran if finding.place is not None}
+        for finding in [*ran, *(rule.look(program) if rule.look is not None else ())]:
+            place = finding.place
+            if place is not None and finding not in ran and (place.file, place.line) in told:
+                continue
+            key = (rule.code, place.file, place.line, place.column) if place is not None else (rule.code, finding.said)
+            if key in seen:
+                continue
+            seen.add(key)
+            hidden = [c for c in hiding.get((place.file, place.line), []) if not c.codes or rule.code in c.codes] if place is not None else []
+            for comment in hidden:
+                comment.used = True
+            if not hidden:
+                yield finding
+    if UNUSED in rules:
+        yield from _without_effect(comments, rules)
+
+
+def _without_effect(comments: list[Ignore], rules: list[Rule]) -> Iterable[Finding]:
+    known, looked = {rule.code for rule in TABLE}, {rule.code for rule in rules if rule.look is not None}
+    for comment in comments:
+        unknown = [code for code in comment.codes if code not in known]
+        file, line = comment.source.cell(comment.at)
+        place = comment.source.place(comment.source.tree, column=False)
+        place.file, place.line, place.text = file, line, comment.source.lines[comment.at - 1].strip()
+        if unknown:
+            yield UNUSED.finding(f"the comment switches off {', '.join(unknown)}, which no rule is called", place, "correct the code, or remove the comment")
+        elif not comment.used and ((comment.codes and set(comment.codes) <= looked) or (not comment.codes and looked == {r.code for r in TABLE if r.look})):
+            what = ", ".join(comment.codes) or "every rule"
+            yield UNUSED.finding(f"the comment switches off {what} on line {comment.source.cell(comment.line)[1]}, where nothing is found", place,
+                                 "remove the comment")
+
+
+def ignores(source: Source) -> list[Ignore]:
+    """The comments of a file that switch rules off. A text that merely looks like one, inside a string, is none."""
+    if "flatout:" not in source.text:
+        return []
+    found = []
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+            match = COMMENT.match(token.string) if token.type == tokenize.COMMENT else None
+            if match is not None:
+                alone = not token.line[: token.start[1]].strip()
+                codes = tuple(code.upper() for code in re.split(r"[,\s]+", match.group(1) or "") if code)
+                found.append(Ignore(source, token.start[0], token.start[0] + alone, codes))
+    except (tokenize.TokenError, SyntaxError):
+        return found
+    return found

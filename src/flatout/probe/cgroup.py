@@ -1,0 +1,121 @@
+"""The control groups of this process, version 1 and 2: what a container, a scheduler or systemd lets it have.
+
+A group's limit is the narrowest of all groups above it. Sources: cgroups(7); the kernel's documentation of cgroup v1 (CFS bandwidth, memory) and v2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from flatout.probe.proc import Mount, mounts
+
+Read = Callable[[str], str | None]
+UNLIMITED = 2**60  # version 1 writes "no limit" as the largest page-aligned number
+
+
+@dataclass(frozen=True)
+class Group:
+    """The limits that hold; None is "no limit". ``version`` is 0 where no group of this process could be found."""
+
+    version: int
+    cores: float | None = None
+    memory_bytes: int | None = None
+    used_bytes: int | None = None
+    processes: int | None = None
+    where: tuple[str, ...] = ()  # the files that the limits stand in
+
+    def files(self, kind: str) -> list[str]:
+        """Those of one kind of limit: cpu, memory or pids."""
+        return [path for path in self.where if path.rpartition("/")[2].startswith(kind)]
+
+
+def group(read: Read) -> Group:
+    """Of this process. ``read`` gives the text of a file, or None."""
+    all_mounts, paths = mounts(read("/proc/self/mountinfo")), _paths(read("/proc/self/cgroup"))
+    where: list[str] = []
+    unified = next((m for m in all_mounts if m.kind == "cgroup2"), None)
+    controllers = read(f"{unified.point}/cgroup.controllers") if unified else None
+    if unified and "" in paths and "memory" in (controllers or "").split():
+        folders = list(_folders(unified, paths[""]))
+        cores = _narrowest(_quota_v2(read, folder, where) for folder in folders)
+        memory = _narrowest(_number(read, f"{folder}/{name}", where) for folder in folders for name in ("memory.max", "memory.high"))
+        processes = _narrowest(_number(read, f"{folder}/pids.max", where) for folder in folders)
+        return Group(2, cores, _whole(memory), _used(read, folders[0], "memory.current"), _whole(processes), tuple(where))
+    found: dict[str, list[str]] = {}
+    for name in ("cpu", "memory", "pids"):
+        mount = next((m for m in all_mounts if m.kind == "cgroup" and name in m.options), None)
+        if mount and name in paths:
+            found[name] = list(_folders(mount, paths[name]))
+    if not found:
+        return Group(0)
+    cores = _narrowest(_quota_v1(read, folder, where) for folder in found.get("cpu", ()))
+    memory = _narrowest(_number(read, f"{folder}/memory.limit_in_bytes", where) for folder in found.get("memory", ()))
+    used = _used(read, found["memory"][0], "memory.usage_in_bytes") if "memory" in found else None
+    processes = _narrowest(_number(read, f"{folder}/pids.max", where) for folder in found.get("pids", ()))
+    return Group(1, cores, _whole(memory), used, _whole(processes), tuple(where))
+
+
+def _paths(text: str | None) -> dict[str, str]:
+    """/proc/self/cgroup: the group's path by controller; "" is version 2."""
+    found = {}
+    for line in (text or "").splitlines():
+        parts = line.split(":", 2)
+        if len(parts) == 3:
+            for name in parts[1].split(","):
+                found[name] = parts[2]
+    return found
+
+
+def _folders(mount: Mount, path: str) -> Iterator[str]:
+    """The group's folder and all above it, as far as this mount shows them.
+
+    In a container the path may be the host's while only the own group is mounted: then the mount point is the group.
+    """
+    if mount.root != "/":
+        path = path[len(mount.root):] if path == mount.root or path.startswith(mount.root + "/") else ""
+    parts = [part for part in path.split("/") if part and part != ".."]
+    for count in range(len(parts), -1, -1):
+        yield "/".join([mount.point.rstrip("/"), *parts[:count]])
+
+
+def _number(read: Read, path: str, where: list[str]) -> float | None:
+    """A limit in a file; its path is noted where it limits at all."""
+    words = (read(path) or "").split()
+    if not words or not words[0].isdigit() or int(words[0]) >= UNLIMITED:
+        return None
+    where.append(path)
+    return int(words[0])
+
+
+def _used(read: Read, folder: str, name: str) -> int | None:
+    """What a group holds without the files that the kernel can drop at once: after reading data, most of the rest is page cache."""
+    used = _number(read, f"{folder}/{name}", [])
+    cached = re.search(r"^(?:total_)?inactive_file (\d+)$", read(f"{folder}/memory.stat") or "", re.MULTILINE)
+    return None if used is None else max(int(used) - (int(cached[1]) if cached else 0), 0)
+
+
+def _quota_v2(read: Read, folder: str, where: list[str]) -> float | None:
+    words = (read(f"{folder}/cpu.max") or "").split()
+    if len(words) != 2 or not (words[0].isdigit() and words[1].isdigit()) or int(words[1]) == 0:
+        return None
+    where.append(f"{folder}/cpu.max")
+    return int(words[0]) / int(words[1])
+
+
+def _quota_v1(read: Read, folder: str, where: list[str]) -> float | None:
+    quota, period = ((read(f"{folder}/cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period"))
+    if not (quota.isdigit() and period.isdigit()) or int(period) == 0:  # "-1" is no limit
+        return None
+    where.append(f"{folder}/cpu.cfs_quota_us")
+    return int(quota) / int(period)
+
+
+def _narrowest(found: Iterator[float | None]) -> float | None:
+    # Every file is read, so that all of them are recorded, also where the first is the narrowest.
+    return min((limit for limit in list(found) if limit is not None), default=None)
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

@@ -1,0 +1,124 @@
+"""Files of /proc and /sys as values. Pure functions: text in, value out, None or nothing for what cannot be understood."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mount:
+    """One line of /proc/<pid>/mountinfo (proc_pid_mountinfo(5)). ``root`` is the folder of the file system that is mounted at ``point``."""
+
+    root: str
+    point: str
+    kind: str
+    source: str
+    options: tuple[str, ...]
+
+    def size_bytes(self) -> int | None:
+        """The limit of a tmpfs, where it was mounted with one."""
+        for option in self.options:
+            found = re.fullmatch(r"size=(\d+)([kmg]?)", option)
+            if found:
+                return int(found[1]) * {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}[found[2]]
+        return None
+
+
+def mounts(mountinfo: str | None) -> list[Mount]:
+    found = []
+    for line in (mountinfo or "").splitlines():
+        left, dash, right = line.partition(" - ")
+        words, rest = left.split(), right.split()
+        if dash and len(words) >= 6 and len(rest) >= 3:
+            found.append(Mount(_unescaped(words[3]), _unescaped(words[4]), rest[0], rest[1], (*words[5].split(","), *rest[2].split(","))))
+    return found
+
+
+def mount_of(path: str, all_mounts: list[Mount]) -> Mount | None:
+    """The mount that a path lies on: the longest mount point above it; of equal ones the last, which hides the others."""
+    above = [m for m in all_mounts if path == m.point or path.startswith(m.point.rstrip("/") + "/")]
+    return max(enumerate(above), key=lambda pair: (len(pair[1].point), pair[0]))[1] if above else None
+
+
+def _unescaped(word: str) -> str:
+    """Blanks in paths are written as octal escapes."""
+    return re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), word)
+
+
+def meminfo(text: str | None) -> dict[str, int]:
+    """/proc/meminfo in bytes; lines without a unit (HugePages_Total) are left out."""
+    return {m[1]: int(m[2]) * 1024 for m in re.finditer(r"^([\w()]+):\s+(\d+) kB$", text or "", re.MULTILINE)}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A soft and a hard limit; None is unlimited."""
+
+    soft: int | None
+    hard: int | None
+
+
+def limits(text: str | None) -> dict[str, Limit]:
+    """/proc/<pid>/limits by name, without the word Max: "open files", "locked memory"."""
+    found = {}
+    for m in re.finditer(r"^Max ([a-z ]+?)\s{2,}(\d+|unlimited)\s+(\d+|unlimited)", text or "", re.MULTILINE):
+        found[m[1]] = Limit(*(None if value == "unlimited" else int(value) for value in (m[2], m[3])))
+    return found
+
+
+def numbers(text: str | None) -> list[int] | None:
+    """A list of the kernel ("0-3,8"): [0, 1, 2, 3, 8]; None for what is none."""
+    words = (text or "").strip()
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", words):
+        return None
+    found: list[int] = []
+    for part in words.split(","):
+        first, _, last = part.partition("-")
+        if int(last or first) - int(first) > 1 << 16:
+            return None
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def status(text: str | None, name: str) -> str | None:
+    """One line of /proc/<pid>/status."""
+    found = re.search(rf"^{re.escape(name)}:\s*(.*)$", text or "", re.MULTILINE)
+    return found[1].strip() if found else None
+
+
+@dataclass(frozen=True)
+class Processor:
+    model: str
+    flags: frozenset[str]
+
+
+def processor(cpuinfo: str | None) -> Processor | None:
+    """Of the first processor; None where there are no flags to be read."""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo or "", re.MULTILINE)
+    if not found:
+        return None
+    model = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", cpuinfo or "", re.MULTILINE)
+    return Processor(model[1].strip() if model else "unknown", frozenset(found[1].split()))
+
+
+def swaps(text: str | None) -> list[tuple[str, int, int]] | None:
+    """/proc/swaps: name, size and use in bytes of each; None where it could not be read."""
+    if text is None or not text.startswith("Filename"):
+        return None
+    found = []
+    for line in text.splitlines()[1:]:
+        words = line.rsplit(None, 4)
+        if len(words) == 5 and words[2].isdigit() and words[3].isdigit():
+            found.append((words[0], int(words[2]) * 1024, int(words[3]) * 1024))
+    return found
+
+
+def chosen(text: str | None) -> str | None:
+    """The setting in brackets: "madvise" of "always [madvise] never"."""
+    found = re.search(r"\[(\w+)\]", text or "")
+    return found[1] if found else None
+
+
+def os_release(text: str | None) -> dict[str, str]:
+    return {m[1]: m[2].strip("\"'") for m in re.finditer(r"^([A-Z_]+)=(.*)$", text or "", re.MULTILINE)}

@@ -1,0 +1,250 @@
+"""The whole program: a script and the modules that it imports from its own folder, never an installed package."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+from flatout.probe.flow import Event, StepLoop, step_loops
+from flatout.probe.names import FUNCTIONS
+from flatout.probe.script import Source, Unreadable
+from flatout.probe.values import Origin, Values
+from flatout.probe.walk import Walk
+
+MAX_FILES = 200
+INSTALLED = {"site-packages", "dist-packages"}
+
+
+class Program:
+    """``main`` is the script, ``sources`` are all files, the script first. ``unread`` says which modules could not be read, and why."""
+
+    def __init__(self, main: Source, others: list[Source] | None = None, unread: list[str] | None = None) -> None:
+        self.main = main
+        self.sources = [main, *(others or [])]
+        self.unread = unread or []
+        self.modules = {source.module: source for source in self.sources if source.module}
+        self.values = Values(self)
+
+    @classmethod
+    def of_text(cls, text: str, path: str = "train.py") -> Program:
+        """Raises Unreadable."""
+        return cls(Source(path, text))
+
+    @classmethod
+    def read(cls, script: Path, root: Path | None = None) -> Program:
+        """``root`` is the folder that imports start from: the script's own, or the current one for ``-m``. Raises OSError or Unreadable."""
+        if script.is_dir():
+            script = script / "__main__.py"
+        root = root or script.parent
+        package = _package(script, root)
+        main = Source.read(script, package=package)
+        found: dict[str, Source] = {}
+        unread: list[str] = []
+        waiting = [main]
+        while waiting and len(found) < MAX_FILES:
+            source = waiting.pop(0)
+            for name in imports(source):
+                file = module_file(name, root)
+                if file is None or name in found or file.resolve() == script.resolve():
+                    continue
+                try:
+                    found[name] = Source.read(file, name, name if file.name == "__init__.py" else name.rpartition(".")[0])
+                except (OSError, Unreadable) as error:
+                    unread.append(str(error))
+                else:
+                    waiting.append(found[name])
+        return cls(main, list(found.values()), unread)
+
+    # -- who calls whom ------------------------------------------------------------------------------------------------------------------------
+
+    def definitions(self, source: Source, node: ast.AST) -> Iterator[tuple[Source, ast.AST]]:
+        """The functions, lambdas and classes of the program that an expression names."""
+        dotted = source.dotted(node)
+        if dotted:
+            module, _, name = dotted.rpartition(".")
+            home = self.modules.get(module)
+            if home is not None:
+                for binding in home.names.module.names.get(name, []):
+                    if binding.how in ("def", "class"):
+                        yield home, binding.node
+            return
+        if isinstance(node, ast.Name):
+            for binding in source.names.lookup(node):
+                if binding.how in ("def", "class"):
+                    yield source, binding.node
+                elif binding.how == "assign" and isinstance(binding.value, ast.Lambda):
+                    yield source, binding.value
+
+    def class_named(self, source: Source, node: ast.AST) -> Iterator[tuple[Source, ast.ClassDef]]:
+        for home, found in self.definitions(source, node):
+            if isinstance(found, ast.ClassDef):
+                yield home, found
+
+    def functions_called(self, source: Source, call: ast.Call) -> list[tuple[Source, ast.AST]]:
+        """The functions of the program that a call may run; making an instance runs none here."""
+        if id(call) not in self._called:
+            self._called[id(call)] = []
+            self._called[id(call)] = list(self._functions_called(source, call))
+        return self._called[id(call)]
+
+    @cached_property
+    def _called(self) -> dict[int, list[tuple[Source, ast.AST]]]:
+        return {}
+
+    def _functions_called(self, source: Source, call: ast.Call) -> Iterator[tuple[Source, ast.AST]]:
+        direct = [pair for pair in self.definitions(source, call.func) if not isinstance(pair[1], ast.ClassDef)]
+        if direct or not isinstance(call.func, ast.Attribute) or source.dotted(call.func):
+            yield from direct
+            return
+        for home, klass in self.values.classes_of(source, call.func.value):
+            yield from self.methods(home, klass, call.func.attr)
+
+    def makers(self, source: Source, call: ast.Call) -> Iterator[tuple[Source, ast.AST]]:
+        """The ``__init__`` that a call runs, where it makes an instance of a class of the program. A network's only makes its layers: left out."""
+        for home, klass in self.class_named(source, call.func):
+            if id(klass) not in self._networks:
+                yield from self.methods(home, klass, "__init__")
+
+    def methods(self, source: Source, klass: ast.ClassDef, name: str) -> Iterator[tuple[Source, ast.AST]]:
+        """The method that an instance of a class has under a name: its own, or the nearest inherited one."""
+        for owner, each in self.values.lineage(source, klass):
+            method = next((m for m in each.body if isinstance(m, FUNCTIONS) and m.name == name), None)
+            if method is not None:
+                yield owner, method
+                return
+
+    @cached_property
+    def _networks(self) -> set[int]:
+        return {id(klass) for _, klass in self.modules_defined()}
+
+    @cached_property
+    def _callers(self) -> dict[int, list[tuple[Source, ast.Call]]]:
+        found: dict[int, list[tuple[Source, ast.Call]]] = {}
+        for source in self.sources:
+            for call in source.calls:
+                for home, definition in self.definitions(source, call.func):
+                    targets = [method for _, method in self.methods(home, definition, "__init__")] if isinstance(definition, ast.ClassDef) else [definition]
+                    for target in targets:
+                        found.setdefault(id(target), []).append((source, call))
+                if isinstance(call.func, ast.Attribute) and not source.dotted(call.func):
+                    for _, method in self._methods.get(call.func.attr, []):
+                        found.setdefault(id(method), []).append((source, call))
+        return found
+
+    @cached_property
+    def _methods(self) -> dict[str, list[tuple[Source, ast.AST]]]:
+        """Methods by name, where only one class of the program has one of that name: a call of it then needs no proof of its class."""
+        found: dict[str, list[tuple[Source, ast.AST]]] = {}
+        for source in self.sources:
+            for klass in source.classes:
+                for method in klass.body:
+                    if isinstance(method, FUNCTIONS):
+                        found.setdefault(method.name, []).append((source, method))
+        return {name: methods for name, methods in found.items() if len(methods) == 1}
+
+    def callers(self, function: ast.AST) -> list[tuple[Source, ast.Call]]:
+        return self._callers.get(id(function), [])
+
+    # -- what rules ask ------------------------------------------------------------------------------------------------------------------------
+
+    def calls(self, *dotted: str) -> Iterator[tuple[Source, ast.Call]]:
+        """Every call of one of these names, in the order of the files and lines."""
+        for source in self.sources:
+            for call in source.calls:
+                if source.dotted(call.func) in dotted:
+                    yield source, call
+
+    def method_calls(self, *names: str) -> Iterator[tuple[Source, ast.Call]]:
+        """Every call ``x.name(...)`` of one of these names, whatever x is."""
+        for source in self.sources:
+            for call in source.calls:
+                if isinstance(call.func, ast.Attribute) and call.func.attr in names:
+                    yield source, call
+
+    def nodes(self, *kinds: type) -> Iterator[tuple[Source, ast.AST]]:
+        for source in self.sources:
+            for node in source.nodes:
+                if isinstance(node, kinds):
+                    yield source, node
+
+    def modules_defined(self) -> Iterator[tuple[Source, ast.ClassDef]]:
+        """The program's own subclasses of torch.nn.Module."""
+        for source in self.sources:
+            for klass in source.classes:
+                bases = self.values.bases(source, klass)
+                if any(base in ("torch.nn.Module", "torch.nn.modules.Module", "torch.nn.Sequential") or base.endswith("LightningModule") for base in bases):
+                    yield source, klass
+
+    def datasets_defined(self) -> Iterator[tuple[Source, ast.ClassDef]]:
+        for source in self.sources:
+            for klass in source.classes:
+                if any(base.startswith(("torch.", "torchvision.datasets")) and base.rpartition(".")[2].endswith(("Dataset", "Folder"))
+                       for base in self.values.bases(source, klass)):
+                    yield source, klass
+
+    def mentions(self, *words: str) -> bool:
+        """Whether a name, an attribute or an imported thing of the program is spelled like one of these: the doubt that silences a rule."""
+        wanted = set(words)
+        for _, node in self.nodes(ast.Name, ast.Attribute, ast.alias, ast.keyword):
+            spelled = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else \
+                node.name.rpartition(".")[2] if isinstance(node, ast.alias) else getattr(node, "arg", None)
+            if spelled in wanted:
+                return True
+        return False
+
+    @cached_property
+    def uses_device(self) -> bool:
+        """Whether anything is ever put on a device that may not be the CPU."""
+        for _, call in self.method_calls("to", "cuda"):
+            if call.func.attr == "cuda" or any(not isinstance(a, ast.Constant) or a.value != "cpu" for a in call.args):  # type: ignore[attr-defined]
+                return True
+        return any(isinstance(node, ast.keyword) and node.arg == "device" for _, node in self.nodes(ast.keyword))
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """Everything that happens, in order, from each place where the program may begin."""
+        return Walk(self).everything()
+
+    @cached_property
+    def step_loops(self) -> list[StepLoop]:
+        return step_loops(self.events)
+
+    def origins(self, source: Source, node: ast.AST) -> list[Origin]:
+        return self.values.origins(source, node)
+
+
+def imports(source: Source) -> list[str]:
+    """The dotted names of everything a file imports, packages before what lies in them."""
+    found: dict[str, None] = {}
+    for node in source.nodes:
+        if isinstance(node, ast.Import):
+            dotted = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = source.names.package.split(".") if source.names.package else []
+            base = ".".join([*(package[: len(package) - node.level + 1] if node.level else []), *filter(None, [node.module])])
+            dotted = [base, *(f"{base}.{alias.name}" if base else alias.name for alias in node.names)]
+        else:
+            continue
+        for name in filter(None, dotted):
+            parts = name.split(".")
+            found.update(dict.fromkeys(".".join(parts[: n + 1]) for n in range(len(parts))))
+    return list(found)
+
+
+def module_file(name: str, root: Path) -> Path | None:
+    """The file of a module below ``root``, where it is one of the user's own."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        return None
+    path = root.joinpath(*name.split("."))
+    if INSTALLED & set(path.parts):
+        return None
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def _package(script: Path, root: Path) -> str:
+    try:
+        return ".".join(script.parent.resolve().relative_to(root.resolve()).parts)
+    except ValueError:
+        return ""

@@ -1,0 +1,308 @@
+"""What an expression may be: followed back to the calls that made it, through names, attributes, parameters and the functions of the program."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flatout.probe.kinds import WRAPPERS, called_like, kinds_of_name
+from flatout.probe.names import FUNCTIONS, Binding
+from flatout.probe.script import Source
+
+if TYPE_CHECKING:
+    from flatout.probe.program import Program
+
+DEEP = 12  # names followed one after the other
+MANY = 40  # origins of one expression
+
+# Methods that give back what they were called on, as far as its kind goes.
+FLUENT = {"to", "cuda", "cpu", "train", "eval", "double", "float", "half", "bfloat16", "requires_grad_", "apply", "share_memory", "to_empty", "xpu", "mps"}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A node that a value comes from. ``part`` says that the value is something inside it: an element of a loop, an entry of a tuple."""
+
+    source: Source
+    node: ast.AST
+    part: bool = False
+
+    @property
+    def dotted(self) -> str:
+        """What is called, where the origin is a call of something imported."""
+        return self.source.dotted(self.node.func) if isinstance(self.node, ast.Call) and not self.part else ""
+
+    @property
+    def key(self) -> tuple[int, bool]:
+        return id(self.node), self.part
+
+
+class Values:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._memo: dict[tuple[int, int], list[Origin]] = {}
+        self._kinds: dict[int, frozenset[str]] = {}
+        self._attributes: dict[int, dict[str, list[ast.Assign | ast.AnnAssign]]] = {}
+
+    # -- origins -------------------------------------------------------------------------------------------------------------------------------
+
+    def origins(self, source: Source, node: ast.AST, depth: int = 0) -> list[Origin]:
+        """What the expression may come from. A thing that cannot be followed is its own origin."""
+        if depth > DEEP:
+            return [Origin(source, node)]
+        memo = self._memo.get((id(node), depth))
+        if memo is None:
+            self._memo[id(node), depth] = [Origin(source, node)]  # a name that is made from itself ends here
+            unique = {origin.key: origin for origin in self._follow(source, node, depth)}
+            memo = self._memo[id(node), depth] = list(unique.values())[:MANY]
+        return memo
+
+    def _follow(self, source: Source, node: ast.AST, depth: int) -> Iterator[Origin]:
+        if isinstance(node, ast.Name):
+            bindings = source.names.reaching(node)
+            if bindings and all(b.how != "import" for b in bindings):
+                for binding in bindings:
+                    yield from self._bound(source, binding, depth)
+                return
+        elif isinstance(node, ast.IfExp):
+            yield from self.origins(source, node.body, depth + 1)
+            yield from self.origins(source, node.orelse, depth + 1)
+            return
+        elif isinstance(node, ast.BoolOp):
+            for value in node.values:
+                yield from self.origins(source, value, depth + 1)
+            return
+        elif isinstance(node, ast.NamedExpr):
+            yield from self.origins(source, node.value, depth + 1)
+            return
+        elif isinstance(node, ast.Attribute):
+            found = list(self._attribute(source, node, depth))
+            if found:
+                yield from found
+                return
+        elif isinstance(node, ast.Call):
+            yield from self._call(source, node, depth)
+            return
+        yield Origin(source, node)
+
+    def _bound(self, source: Source, binding: Binding, depth: int) -> Iterator[Origin]:
+        value = binding.value
+        if binding.how == "parameter":
+            yield from self._arguments(source, binding.node, depth)
+        elif binding.how == "augment" or value is None:
+            yield Origin(source, binding.node)
+        elif binding.how == "for":
+            yield Origin(source, binding.node, True)
+        else:
+            yield from self._part(source, value, binding.path, depth)
+
+    def _part(self, source: Source, value: ast.expr, path: tuple[int, ...], depth: int) -> Iterator[Origin]:
+        """The entry of a value at ``path``, where the value is a tuple that can be seen."""
+        if not path:
+            yield from self.origins(source, value, depth + 1)
+            return
+        for origin in self.origins(source, value, depth + 1):
+            node = origin.node
+            if isinstance(node, (ast.Tuple, ast.List)) and path[0] < len(node.elts) and not any(isinstance(e, ast.Starred) for e in node.elts):
+                yield from self._part(origin.source, node.elts[path[0]], path[1:], depth + 1)
+            else:
+                yield Origin(origin.source, node, True)
+
+    def _arguments(self, source: Source, parameter: ast.AST, depth: int) -> Iterator[Origin]:
+        """What callers in the program hand over for a parameter; unknown callers leave the parameter itself."""
+        function = source.parent(source.parent(parameter) or source.tree)
+        found = False
+        if isinstance(parameter, ast.arg) and isinstance(function, FUNCTIONS):
+            names = [a.arg for a in [*function.args.posonlyargs, *function.args.args]]
+            method = bool(names) and isinstance(source.parent(function), ast.ClassDef) and not _is_static(function)
+            for caller, call in self.program.callers(function):
+                position = names.index(parameter.arg) - method if parameter.arg in names else -1
+                if any(isinstance(a, ast.Starred) for a in call.args):
+                    continue
+                handed = next((k.value for k in call.keywords if k.arg == parameter.arg), None)
+                if handed is None and 0 <= position < len(call.args):
+                    handed = call.args[position]
+                if handed is not None:
+                    found = True
+                    yield from self.origins(caller, handed, depth + 1)
+        if not found:
+            yield Origin(source, parameter)
+
+    def _attribute(self, source: Source, node: ast.Attribute, depth: int) -> Iterator[Origin]:
+        if source.dotted(node):
+            return
+        if node.attr == "module":  # of a wrapper
+            yield from self.origins(source, node.value, depth + 1)
+            return
+        for home, klass in self.classes_of(source, node.value, depth):
+            for owner, where in self.lineage(home, klass):
+                assigned = self.attributes(owner, where).get(node.attr, [])
+                for statement in assigned:
+                    if statement.value is not None:
+                        yield from self._part(owner, statement.value, _path(statement, node.attr), depth + 1)
+                if assigned:
+                    break
+
+    def _call(self, source: Source, node: ast.Call, depth: int) -> Iterator[Origin]:
+        dotted = source.dotted(node.func)
+        if dotted in WRAPPERS and node.args and dotted == "torch.compile":
+            yield from self.origins(source, node.args[0], depth + 1)
+            return
+        if isinstance(node.func, ast.Attribute) and not dotted and node.func.attr in FLUENT:
+            yield from self.origins(source, node.func.value, depth + 1)
+            return
+        found = False
+        for home, function in self.program.functions_called(source, node):
+            for returned in returns(function):
+                found = True
+                yield from self.origins(home, returned, depth + 1)
+        if not found:
+            yield Origin(source, node)
+
+    def same(self, source: Source, one: ast.AST, other_source: Source, other: ast.AST) -> bool | None:
+        """Whether two expressions are one object; None where that cannot be told."""
+        first = {origin.key: origin for origin in self.origins(source, one)}
+        second = {origin.key: origin for origin in self.origins(other_source, other)}
+        if first.keys() & second.keys():
+            return True
+        if source is other_source and ast.dump(one) == ast.dump(other) and source.function(one) is source.function(other):
+            return True
+        made = all(isinstance(origin.node, ast.Call) and not origin.part for origin in [*first.values(), *second.values()])
+        return False if made and first and second else None
+
+    # -- classes -------------------------------------------------------------------------------------------------------------------------------
+
+    def classes_of(self, source: Source, node: ast.AST, depth: int = 0) -> Iterator[tuple[Source, ast.ClassDef]]:
+        """The program's own classes that a value may be an instance of."""
+        if isinstance(node, ast.Name) and node.id in ("self", "cls"):
+            klass = source.klass(node)
+            if klass is not None:
+                yield source, klass
+            return
+        for origin in self.origins(source, node, depth + 1):
+            if isinstance(origin.node, ast.Call) and not origin.part:
+                yield from self.program.class_named(origin.source, origin.node.func)
+
+    def lineage(self, source: Source, klass: ast.ClassDef) -> list[tuple[Source, ast.ClassDef]]:
+        """A class of the program and those of its bases that are the program's, too."""
+        found: list[tuple[Source, ast.ClassDef]] = []
+        waiting = [(source, klass)]
+        while waiting and len(found) < 20:
+            home, each = waiting.pop(0)
+            if all(each is not seen for _, seen in found):
+                found.append((home, each))
+                waiting += [pair for base in each.bases for pair in self.program.class_named(home, base)]
+        return found
+
+    def bases(self, source: Source, klass: ast.ClassDef) -> set[str]:
+        """The dotted names of everything that a class is derived from outside the program."""
+        return {dotted for home, each in self.lineage(source, klass) for base in each.bases if (dotted := home.dotted(base))}
+
+    def attributes(self, source: Source, klass: ast.ClassDef) -> dict[str, list[ast.Assign | ast.AnnAssign]]:
+        """What the methods of a class assign to ``self.name``, and the class body to ``name``."""
+        if id(klass) not in self._attributes:
+            found: dict[str, list[ast.Assign | ast.AnnAssign]] = {}
+            for node in ast.walk(klass):
+                if isinstance(node, (ast.Assign, ast.AnnAssign)):
+                    for target in _flat(node.targets if isinstance(node, ast.Assign) else [node.target]):
+                        own = isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
+                        if own or (isinstance(target, ast.Name) and source.parent(node) is klass):
+                            found.setdefault(getattr(target, "attr", "") or getattr(target, "id", ""), []).append(node)
+            self._attributes[id(klass)] = found
+        return self._attributes[id(klass)]
+
+    # -- kinds ---------------------------------------------------------------------------------------------------------------------------------
+
+    def kinds(self, source: Source, node: ast.AST) -> frozenset[str]:
+        """The kinds that are known of a value: Module, Loss, Optimizer, Scheduler, GradScaler, DataLoader, Sampler, Dataset, Tensor, list, ..."""
+        if id(node) not in self._kinds:
+            self._kinds[id(node)] = frozenset()
+            found = {kind for origin in self.origins(source, node) for kind in self._kinds_of(origin)}
+            self._kinds[id(node)] = frozenset(found)
+        return self._kinds[id(node)]
+
+    def is_a(self, source: Source, node: ast.AST, kind: str) -> bool:
+        return kind in self.kinds(source, node)
+
+    def seems(self, source: Source, node: ast.AST, kind: str) -> bool:
+        """``is_a``, or nothing is known and it is called like one: ``optimizer`` of a caller that cannot be seen."""
+        known = self.kinds(source, node)
+        if known:
+            return kind in known
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        return called_like(name, kind)
+
+    def _kinds_of(self, origin: Origin) -> set[str]:
+        node = origin.node
+        if isinstance(node, (ast.List, ast.ListComp)):
+            return {"list"} if not origin.part else set()
+        if isinstance(node, (ast.Dict, ast.DictComp)):
+            return {"dict"} if not origin.part else set()
+        if isinstance(node, ast.Constant):
+            return {type(node.value).__name__}
+        if isinstance(node, (ast.For, ast.AsyncFor)) and origin.part:
+            return {"Tensor"} if self.is_a(origin.source, iterated(node.iter), "DataLoader") else set()
+        if isinstance(node, ast.BinOp):
+            both = self.kinds(origin.source, node.left) | self.kinds(origin.source, node.right)
+            return {"Tensor"} if "Tensor" in both else set()
+        if not isinstance(node, ast.Call):
+            return set()
+        found: set[str] = set()
+        for home, klass in self.program.class_named(origin.source, node.func):
+            for base in self.bases(home, klass):
+                found |= kinds_of_name(base)
+            return found | {f"class {klass.name}"}
+        if origin.dotted:
+            return kinds_of_name(origin.dotted)
+        if {"Module", "function"} & self.kinds(origin.source, node.func):
+            return {"Tensor"}
+        if isinstance(node.func, ast.Attribute) and "Tensor" in self.kinds(origin.source, node.func.value):
+            return {"float"} if node.func.attr in ("item", "size", "dim", "numel") else {"list"} if node.func.attr == "tolist" else {"Tensor"}
+        return found
+
+
+def iterated(node: ast.expr) -> ast.expr:
+    """What a loop really goes over: ``loader`` in ``enumerate(tqdm(loader), 1)``."""
+    while isinstance(node, ast.Call) and node.args:
+        name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name not in ("enumerate", "tqdm", "trange", "iter", "islice", "track", "prange", "progress_bar"):
+            break
+        node = node.args[0]
+    return node
+
+
+def returns(function: ast.AST) -> list[ast.expr]:
+    """What a function's own return statements give."""
+    if isinstance(function, ast.Lambda):
+        return [function.body]
+    found, waiting = [], list(getattr(function, "body", []))
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Return) and node.value is not None:
+            found.append(node.value)
+        if not isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
+            waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case))]
+    return found
+
+
+def _is_static(function: ast.AST) -> bool:
+    return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in getattr(function, "decorator_list", []))
+
+
+def _flat(targets: list[ast.expr]) -> Iterator[ast.expr]:
+    for target in targets:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            yield from _flat(target.elts)
+        else:
+            yield target
+
+
+def _path(statement: ast.Assign | ast.AnnAssign, attribute: str) -> tuple[int, ...]:
+    for target in statement.targets if isinstance(statement, ast.Assign) else [statement.target]:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            for index, each in enumerate(target.elts):
+                if isinstance(each, ast.Attribute) and each.attr == attribute:
+                    return (index,)
+    return ()

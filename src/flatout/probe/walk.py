@@ -1,0 +1,204 @@
+"""A program walked as it would run, functions of its own entered where they are called.
+
+The walk is a straight line through everything: both arms of an ``if``, a loop's body once.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+from flatout.probe.flow import Event, Loop
+from flatout.probe.names import COMPREHENSIONS, FUNCTIONS, is_main_guard
+from flatout.probe.script import Source
+
+if TYPE_CHECKING:
+    from flatout.probe.program import Program
+
+MAX_CALLS = 8  # functions entered inside each other
+MAX_EVENTS = 60_000
+CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_"}
+
+
+class Walk:
+    def __init__(self, program: Program) -> None:
+        self.program, self.values = program, program.values
+        self.found: list[Event] = []
+        self.loops: tuple[Loop, ...] = ()
+        self.arms: tuple[tuple[ast.AST, str, Source], ...] = ()
+        self.blocks: tuple[tuple[Source, ast.expr], ...] = ()
+        self.frames: tuple[ast.AST, ...] = ()
+        self.entered: set[int] = set()
+        self.kinds: dict[int, tuple[str, ast.expr | None, bool]] = {}  # of a call, the same wherever it is reached from
+        self.orders: dict[int, list[ast.AST]] = {}
+        self.root: ast.AST = program.main.tree
+
+    def everything(self) -> list[Event]:
+        for source in self.program.sources:
+            self.root = source.tree
+            self._body(source, source.tree.body)
+        # Functions that nobody calls in the open: handed to a launcher, a thread, a framework. Callers before what they call.
+        for uncalled in (True, False):
+            for source in self.program.sources:
+                for function in source.functions:
+                    if id(function) not in self.entered and (not self.program.callers(function) or not uncalled):
+                        self.root = function
+                        self._enter(source, function)
+        return self.found
+
+    def _enter(self, source: Source, function: ast.AST) -> None:
+        if function in self.frames or len(self.frames) >= MAX_CALLS or len(self.found) > MAX_EVENTS:
+            return
+        self.entered.add(id(function))
+        frames, blocks = self.frames, self.blocks
+        self.frames = (*frames, function)
+        self.blocks = (*blocks, *((source, each) for each in getattr(function, "decorator_list", [])))
+        if isinstance(function, ast.Lambda):
+            self._expression(source, function.body)
+        else:
+            self._body(source, function.body)  # type: ignore[attr-defined]
+        self.frames, self.blocks = frames, blocks
+
+    def _body(self, source: Source, statements: list[ast.stmt]) -> None:
+        for statement in statements:
+            self._statement(source, statement)
+
+    def _arm(self, source: Source, node: ast.AST, arm: str, statements: list[ast.stmt]) -> None:
+        arms = self.arms
+        self.arms = (*arms, (node, arm, source))
+        self._body(source, statements)
+        self.arms = arms
+
+    def _in_loop(self, source: Source, node: ast.AST, statements: list[ast.stmt], test: ast.expr | None = None) -> None:
+        loops = self.loops
+        self.loops = (*loops, Loop(source, node, len(self.arms)))
+        if test is not None:
+            self._expression(source, test)
+        self._body(source, statements)
+        self.loops = loops
+
+    def _statement(self, source: Source, node: ast.stmt) -> None:
+        if isinstance(node, (*FUNCTIONS, ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal)):
+            return
+        if isinstance(node, ast.ClassDef):
+            self._body(source, [each for each in node.body if not isinstance(each, FUNCTIONS)])
+        elif isinstance(node, (ast.For, ast.AsyncFor)):
+            self._expression(source, node.iter)
+            self._in_loop(source, node, node.body)
+            self._body(source, node.orelse)
+        elif isinstance(node, ast.While):
+            self._in_loop(source, node, node.body, node.test)
+            self._body(source, node.orelse)
+        elif isinstance(node, ast.If) and is_main_guard(node):
+            self._body(source, node.body)
+        elif isinstance(node, ast.If):
+            self._expression(source, node.test)
+            self._arm(source, node, "body", node.body)
+            self._arm(source, node, "orelse", node.orelse)
+        elif isinstance(node, (ast.Try, ast.TryStar)):
+            self._body(source, node.body)
+            for handler in node.handlers:
+                self._arm(source, handler, "body", handler.body)
+            self._body(source, [*node.orelse, *node.finalbody])
+        elif isinstance(node, ast.Match):
+            self._expression(source, node.subject)
+            for case in node.cases:
+                self._arm(source, case, "body", case.body)
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
+            blocks = self.blocks
+            for item in node.items:
+                self._expression(source, item.context_expr)
+                self.blocks = (*self.blocks, (source, item.context_expr))
+            self._body(source, node.body)
+            self.blocks = blocks
+        else:
+            for child in ast.iter_child_nodes(node):
+                self._expression(source, child)
+            if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+                self._add("zero_grad" if _forgets_gradient(node) else "assign", source, node)
+
+    def _expression(self, source: Source, node: ast.AST) -> None:
+        for each in self._in_order(node):
+            if not isinstance(each, ast.Call):
+                loops = self.loops
+                self.loops = (*loops, Loop(source, each, len(self.arms)))
+                for child in sorted(ast.iter_child_nodes(each), key=lambda child: not isinstance(child, ast.comprehension)):
+                    self._expression(source, child)
+                self.loops = loops
+                continue
+            if id(each) not in self.kinds:
+                self.kinds[id(each)] = self._kind(source, each)
+            kind, subject, scaled = self.kinds[id(each)]
+            if kind == "step":
+                for argument in [*each.args[:1], *(k.value for k in each.keywords if k.arg == "closure")]:
+                    for home, function in self.program.definitions(source, argument):
+                        self._enter(home, function)
+            elif kind == "call":
+                for home, function in [*self.program.functions_called(source, each), *self.program.makers(source, each)]:
+                    self._enter(home, function)
+            self._add(kind, source, each, subject, scaled)
+
+    def _in_order(self, node: ast.AST) -> list[ast.AST]:
+        """The calls of an expression, arguments before their call; a comprehension stands for all that is in it."""
+        if id(node) not in self.orders:
+            found: list[ast.AST] = []
+            if isinstance(node, COMPREHENSIONS):
+                found = [node]
+            elif not isinstance(node, (ast.Lambda, ast.Name, ast.Constant, ast.expr_context, ast.operator)):
+                for child in ast.iter_child_nodes(node):
+                    found += self._in_order(child)
+                if isinstance(node, ast.Call):
+                    found.append(node)
+            self.orders[id(node)] = found
+        return self.orders[id(node)]
+
+    def _add(self, kind: str, source: Source, node: ast.AST, subject: ast.expr | None = None, scaled: bool = False) -> None:
+        if len(self.found) <= MAX_EVENTS:
+            self.found.append(Event(kind, source, node, subject, self.loops, self.arms, self.blocks, self.frames, self.root, scaled))
+
+    def _kind(self, source: Source, call: ast.Call) -> tuple[str, ast.expr | None, bool]:
+        function = call.func
+        dotted = source.dotted(function)
+        name = dotted.rpartition(".")[2] or (function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else "")
+        if name in CLIPS:
+            return "clip", call.args[0] if call.args else None, False
+        if dotted == "torch.autograd.backward":
+            return "backward", call.args[0] if call.args else None, False
+        if dotted or not isinstance(function, ast.Attribute):
+            return "call", None, False
+        owner = function.value
+        if name == "backward":
+            return self._backward(source, call, owner)
+        if self.program.functions_called(source, call):  # a method of the program's own: it is entered, whatever it is called
+            return "call", None, False
+        if name == "step":
+            for kind, event in (("GradScaler", "scaler_step"), ("Scheduler", "scheduler"), ("Profiler", "profiler_step"), ("Optimizer", "step")):
+                if self.values.seems(source, owner, kind):
+                    return event, call.args[0] if event == "scaler_step" and call.args else owner, False
+        if name == "zero_" and isinstance(owner, ast.Attribute) and "grad" in (owner.attr, getattr(owner.value, "attr", "")):
+            return "zero_grad", None, False
+        simple = {"zero_grad": "zero_grad", "set_epoch": "set_epoch", "train": "train", "eval": "eval"}
+        if name == "unscale_":
+            return "unscale", call.args[0] if call.args else None, False
+        if name == "update" and self.values.seems(source, owner, "GradScaler"):
+            return "scaler_update", owner, False
+        if name == "train" and call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value is False:
+            return "eval", owner, False
+        return (simple[name], owner, False) if name in simple else ("call", None, False)
+
+    def _backward(self, source: Source, call: ast.Call, owner: ast.expr) -> tuple[str, ast.expr | None, bool]:
+        if isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute) and owner.func.attr == "scale" and owner.args:
+            return "backward", owner.args[0], True
+        handed = call.args[0] if call.args else None
+        if handed is not None and not isinstance(handed, (ast.Constant, ast.Tuple, ast.List)) and not self.values.is_a(source, owner, "Tensor") \
+                and isinstance(owner, (ast.Name, ast.Attribute)) and not call.keywords:
+            return "backward", handed, True  # accelerator.backward(loss), fabric.backward(loss): it may scale
+        scaled = any(isinstance(origin.node, ast.Call) and isinstance(origin.node.func, ast.Attribute) and origin.node.func.attr == "scale"
+                     for origin in self.values.origins(source, owner))
+        return "backward", owner, scaled
+
+
+def _forgets_gradient(node: ast.AST) -> bool:
+    """``p.grad = None``"""
+    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None and \
+        any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in node.targets)

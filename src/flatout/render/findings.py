@@ -1,0 +1,126 @@
+"""Findings for a terminal, for a program (JSON), for GitHub's annotations and as SARIF 2.1.0."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+from urllib.parse import quote
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from flatout.plan.findings import Finding, Place, Severity
+from flatout.render.wording import legible, one_line, sentence
+
+STYLES = {Severity.WRONG.value: "bold red", Severity.TIME.value: "bold yellow", Severity.MEMORY.value: "bold magenta", Severity.FRAGILE.value: "bold cyan"}
+LEVELS = {Severity.WRONG.value: "error", Severity.TIME.value: "warning", Severity.MEMORY.value: "warning", Severity.FRAGILE.value: "note"}
+GITHUB = {"error": "error", "warning": "warning", "note": "notice"}
+SARIF = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
+WIDEST = 160  # of a source line; longer ones are cut around the caret
+
+
+def finding_lines(findings: Sequence[Finding], titles: Mapping[str, str]) -> RenderableType:
+    """Groups by severity, worst first: place, source line with a caret, the sentence, the mend; a rule's title stands once."""
+    parts: list[RenderableType] = []
+    for severity, members in groupby(findings, key=lambda finding: finding.severity):
+        parts += [Text(severity, style=STYLES.get(severity, "bold")), ""]
+        for code, same in groupby(sorted(members, key=lambda finding: finding.rule), key=lambda finding: finding.rule):
+            parts.append(Text.assemble((code, "bold"), f"  {one_line(titles.get(code, ''))}", (f"   flatout check --explain {code}", "dim")))
+            for finding in same:
+                parts += [Text("  ") + part for part in _one(finding)]
+            parts.append("")
+    return Group(*parts[:-1]) if parts else Text("")
+
+
+def _one(finding: Finding) -> Iterator[Text]:
+    place = finding.place
+    if place is not None:
+        column = f":{place.column}" if place.column else ""
+        yield Text.assemble((f"{one_line(place.file)}:{place.line}{column}", "cyan"), f" in {one_line(place.function)}" if place.function else "")
+        line, caret = _with_caret(place)
+        if line:
+            yield Text(f"    {line}")
+            if caret >= 0:
+                yield Text("    " + " " * caret + "^", style="bold red")
+    yield Text(sentence(finding.said))
+    if finding.others:
+        yield Text("see also " + ", ".join(one_line(other.sentence()) for other in finding.others), style="dim")
+    for number, line in enumerate(legible(finding.mend, 2000).splitlines()):
+        yield Text(("mend: " if number == 0 else "      ") + line, style="green")
+    if finding.levers:
+        yield Text(f"without an edit: `flatout tune`, which tries {', '.join(finding.levers)}", style="dim")
+    yield Text("")
+
+
+def _with_caret(place: Place) -> tuple[str, int]:
+    """The line as shown, and where the caret stands in it; -1 for none. ``text`` is stripped, ``column`` counts in the whole line."""
+    text = legible(place.text, 10_000).replace("\t", " ")
+    caret = place.column - 1 - place.indent if place.column else -1
+    if len(text) > WIDEST:
+        start = max(0, min(caret - WIDEST // 2, len(text) - WIDEST))
+        text, caret = text[start: start + WIDEST], caret - start if caret >= 0 else -1
+    return text, caret if caret < len(text) else -1
+
+
+def summary(findings: Sequence[Finding], files: int) -> RenderableType:
+    """The last line: how many of which kind."""
+    read = f"{files} {'file' if files == 1 else 'files'} read"
+    if not findings:
+        return Text(f"nothing found, {read}.")
+    counts = [f"{len(list(members))} {severity}" for severity, members in groupby(findings, key=lambda finding: finding.severity)]
+    return Text(f"{len(findings)} found ({', '.join(counts)}), {read}. `# flatout: ignore CODE` on a line hides a rule there.")
+
+
+def json_text(findings: Sequence[Finding], files: Sequence[str], unread: Sequence[str]) -> str:
+    return json.dumps({"schema": 1, "files": list(files), "unread": list(unread), "findings": [finding.to_json() for finding in findings]}, indent=1)
+
+
+def github_lines(findings: Iterable[Finding]) -> Iterator[str]:
+    """Workflow commands, one a finding: GitHub draws them beside the line."""
+    for finding in findings:
+        options = {"title": f"{finding.rule} {finding.name}"}
+        if finding.place is not None:
+            options |= {"file": finding.place.file, "line": str(finding.place.line)}
+            if finding.place.column:
+                options["col"] = str(finding.place.column)
+        shown = ",".join(f"{key}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}" for key, value in options.items())
+        yield f"::{GITHUB[LEVELS[finding.severity]]} {shown}::{_escaped(sentence(finding.said) + (chr(10) + finding.mend if finding.mend else ''))}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def sarif_text(findings: Sequence[Finding], rules: Sequence[tuple[str, str, str, str, str, str]]) -> str:
+    """SARIF 2.1.0. ``rules`` are (code, name, title, what, mend, severity)."""
+    order = [code for code, *_ in rules]
+    driver = {
+        "name": "flatout",
+        "rules": [{"id": code, "name": name, "shortDescription": {"text": title}, "fullDescription": {"text": one_line(what, 2000)},
+                   "help": {"text": one_line(mend, 2000)}, "defaultConfiguration": {"level": LEVELS[severity]}, "properties": {"tags": [severity]}}
+                  for code, name, title, what, mend, severity in rules],
+    }
+    results = [_result(finding, order) for finding in findings]
+    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
+    return json.dumps({"$schema": SARIF, "version": "2.1.0", "runs": [run]}, indent=1)
+
+
+def _result(finding: Finding, order: Sequence[str]) -> dict[str, Any]:
+    result: dict[str, Any] = {"ruleId": finding.rule, "level": LEVELS[finding.severity],
+                              "message": {"text": sentence(finding.said) + (f"\n{finding.mend}" if finding.mend else "")}}
+    if finding.rule in order:
+        result["ruleIndex"] = order.index(finding.rule)
+    if finding.place is not None:
+        result["locations"] = [{"physicalLocation": _location(finding.place)}]
+    if finding.others:
+        result["relatedLocations"] = [{"id": number, "physicalLocation": _location(place)} for number, place in enumerate(finding.others)]
+    return result
+
+
+def _location(place: Place) -> dict[str, Any]:
+    region: dict[str, Any] = {"startLine": max(1, place.line), "snippet": {"text": place.text}}
+    if place.column:
+        region["startColumn"] = place.column
+    return {"artifactLocation": {"uri": quote(place.file)}, "region": region}

@@ -1,0 +1,185 @@
+"""What a script is read as: names, values, what happens in which loop, and files that are none."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from flatout.probe.program import Program
+from flatout.probe.script import MAX_BYTES, Source, Unreadable
+
+
+def named(source: Source, text: str) -> ast.AST:
+    """The last expression that is spelled so."""
+    return max((node for node in source.nodes if isinstance(node, ast.expr) and ast.unparse(node) == text), key=lambda node: (node.lineno, node.col_offset))
+
+
+def kinds(code: str, text: str) -> set[str]:
+    program = Program.of_text(code)
+    return set(program.values.kinds(program.main, named(program.main, text)))
+
+
+@pytest.mark.parametrize(
+    ("imports", "spelled", "meant"),
+    [
+        ("import torch.nn.functional as F", "F.mse_loss", "torch.nn.functional.mse_loss"),
+        ("from torch.nn import functional", "functional.mse_loss", "torch.nn.functional.mse_loss"),
+        ("from torch.nn.functional import mse_loss as loss", "loss", "torch.nn.functional.mse_loss"),
+        ("import torch", "torch.nn.Linear", "torch.nn.Linear"),
+        ("import torch\nLayer = torch.nn.Linear", "Layer", "torch.nn.Linear"),
+        ("import torch\ntorch = object()", "torch.nn", ""),
+        ("def f(torch): pass", "torch.nn", ""),
+    ],
+)
+def test_names_are_followed_to_what_was_imported(imports, spelled, meant):
+    source = Source("a.py", f"{imports}\nprint({spelled})\n")
+    assert source.dotted(named(source, spelled)) == meant
+
+
+@pytest.mark.parametrize(
+    ("code", "spelled", "kind"),
+    [
+        ("import torch\nx = torch.optim.SGD([], 0.1)\nx", "x", "Optimizer"),
+        ("import torch\ndef make():\n    return torch.optim.Adam([])\nx = make()\nx", "x", "Optimizer"),
+        ("import torch\ndef make():\n    return 1, torch.nn.Linear(1, 1)\na, b = make()\nb", "b", "Module"),
+        ("import torch\nclass Net(torch.nn.Module): pass\nm = Net().cuda().train()\nm", "m", "Module"),
+        ("import torch\nclass A(torch.nn.Module): pass\nclass B(A): pass\nm = torch.compile(B())\nm", "m", "Module"),
+        ("import torch\ndef f(o):\n    o\nf(torch.optim.SGD([], 0.1))", "o", "Optimizer"),
+        ("import torch\ndef f(*, o=None):\n    o\nf(o=torch.optim.SGD([], 0.1))", "o", "Optimizer"),
+        ("import torch\nclass T:\n    def __init__(self, o):\n        self.o = o\n    def run(self):\n        self.o\nT(torch.optim.SGD([], 0.1)).run()",
+         "self.o", "Optimizer"),
+        ("import torch\nclass T:\n    def __init__(self):\n        self.s = torch.amp.GradScaler()\nt = T()\nt.s", "t.s", "GradScaler"),
+        ("import torch\nl = torch.utils.data.DataLoader([])\nfor x in l:\n    x", "x", "Tensor"),
+        ("import torch\nx = torch.zeros(3)\ny = x.sum() * 2\ny", "y", "Tensor"),
+        ("import torch\nx = []\nx = torch.zeros(1)\nx", "x", "Tensor"),
+    ],
+)
+def test_values_are_followed_to_what_made_them(code, spelled, kind):
+    assert kind in kinds(code, spelled)
+
+
+def test_a_later_value_hides_an_earlier_one_and_arms_do_not():
+    assert "list" not in kinds("import torch\nx = []\nx = torch.zeros(1)\nx", "x")
+    assert {"list", "Tensor"} <= kinds("import torch\nx = []\nif x:\n    x = torch.zeros(1)\nx", "x")
+
+
+def test_the_other_arm_of_an_if_is_not_seen():
+    before = "import torch\nx = torch.zeros(1)\n"
+    assert kinds(before + "if a:\n    x = []\nelse:\n    x.sum()", "x") == {"Tensor"}
+    assert kinds(before + "for i in a:\n    if i:\n        x = []\n    else:\n        x.sum()", "x") == {"Tensor", "list"}, "an earlier pass may have set it"
+
+
+def test_a_parameter_is_what_its_callers_hand_over():
+    program = Program.of_text("import torch\ndef f(o, p):\n    o, p\nf(torch.optim.SGD([], 0.1), *rest)\nf(torch.optim.Adam([]), 3)\n")
+    source = program.main
+    origins = {text: [ast.unparse(origin.node) for origin in program.origins(source, named(source, text))] for text in ("o", "p")}
+    assert origins == {"o": ["torch.optim.Adam([])"], "p": ["3"]}
+    lonely = Program.of_text("def f(o):\n    o\n")
+    assert [type(origin.node) for origin in lonely.origins(lonely.main, named(lonely.main, "o"))] == [ast.arg]
+
+
+def test_modules_that_import_each_other_are_read_once(tmp_path: Path):
+    (tmp_path / "train.py").write_text("import a\n")
+    (tmp_path / "a.py").write_text("import b, train\n")
+    (tmp_path / "b.py").write_text("import a\n")
+    assert sorted(Path(source.path).name for source in Program.read(tmp_path / "train.py").sources) == ["a.py", "b.py", "train.py"]
+
+
+def test_what_is_made_from_itself_ends():
+    assert kinds("x = x\ndef f():\n    return f()\ny = f()\nx\ny", "y") == set()
+
+
+LOOP = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def one(x):
+    loss = model(x).sum()
+    loss.backward()
+    if x is not None:
+        optimizer.step()
+def epoch():
+    for x in range(10):
+        optimizer.zero_grad()
+        one(x)
+for e in range(3):
+    epoch()
+    model.eval()
+"""
+
+
+def test_a_training_loop_is_found_through_functions():
+    (loop,) = Program.of_text(LOOP).step_loops
+    assert (loop.loop.node.lineno, [outer.node.lineno for outer in loop.outer]) == (11, [14])
+    assert [event.kind for event in loop.events if event.kind not in ("call", "assign")] == ["zero_grad", "backward", "step"]
+    step = loop.of("step")[0]
+    assert not loop.always(step), "it stands in an if"
+    assert loop.always(loop.of("zero_grad")[0])
+    assert "eval" in [event.kind for event in loop.around]
+
+
+def test_functions_that_call_each_other_end():
+    program = Program.of_text("def a():\n    b()\ndef b():\n    a()\nfor i in range(3):\n    a()\n")
+    assert len(program.events) < 50
+
+
+def test_modules_of_the_scripts_own_folder_are_read_and_no_others(tmp_path: Path):
+    (tmp_path / "train.py").write_text("import torch, os\nfrom parts import net\nimport parts.loop as loop\nm = net.make()\nloop.run(m)\n")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "__init__.py").write_text("")
+    (tmp_path / "parts" / "net.py").write_text("import torch\ndef make():\n    return torch.nn.Linear(4, 1)\n")
+    (tmp_path / "parts" / "loop.py").write_text("from . import net\ndef run(model):\n    return model\n")
+    (tmp_path / "os.py").write_text("raise SystemExit\n")
+    (tmp_path / "unused.py").write_text("")
+    program = Program.read(tmp_path / "train.py")
+    assert {Path(source.path).name for source in program.sources} == {"train.py", "__init__.py", "net.py", "loop.py", "os.py"}
+    loop = program.modules["parts.loop"]
+    model = next(node for node in loop.nodes if isinstance(node, ast.Name) and node.id == "model")
+    assert "Module" in program.values.kinds(loop, model), "followed from the call in another file"
+
+
+def test_a_broken_module_is_told_and_the_rest_is_read(tmp_path: Path):
+    (tmp_path / "train.py").write_text("import broken\n")
+    (tmp_path / "broken.py").write_text("def (:\n")
+    program = Program.read(tmp_path / "train.py")
+    assert len(program.sources) == 1
+    assert "broken.py:1" in program.unread[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"def f(:\n", "train.py:1"),
+        (b"\x7fELF\0\0\0", "binary"),
+        ("x = 'é'".encode("latin-1"), "UTF-8"),
+        (b"x = " + b"(" * 300 + b")" * 300, "train.py"),
+        (b"x = " + b"-" * 500 + b"1", "nested"),
+        (b"#" * (MAX_BYTES + 1), "never that large"),
+    ],
+    ids=["syntax", "binary", "latin", "brackets", "deep", "huge"],
+)
+def test_what_is_no_script_is_said_in_words(tmp_path: Path, content: bytes, words: str):
+    file = tmp_path / "train.py"
+    file.write_bytes(content)
+    with pytest.raises(Unreadable, match=words):
+        Source.read(file)
+
+
+def test_long_scripts_of_many_terms_are_read():
+    assert Source("a.py", "x = " + " + ".join(["1"] * 150) + "\n").lines
+
+
+def test_a_notebook_names_its_cells(tmp_path: Path):
+    cells = [{"cell_type": "markdown", "source": ["# hello"]}, {"cell_type": "code", "source": ["%matplotlib inline\n", "!pip install x\n", "import torch"]},
+             {"cell_type": "code", "source": "\ntorch.load('a.pt')\n"}, {"cell_type": "code", "source": ["%%bash\n", "rm -r ("]}]
+    file = tmp_path / "a.ipynb"
+    file.write_text(json.dumps({"cells": cells}))
+    source = Source.read(file)
+    place = source.place(next(node for node in source.calls if source.dotted(node.func) == "torch.load"))
+    assert (place.file, place.line) == (f"{file}[3]", 2)
+    file.write_text('{"cells": 3}')
+    with pytest.raises(Unreadable, match="no notebook"):
+        Source.read(file)

@@ -1,0 +1,130 @@
+"""Findings in four forms: for a person, for a program, for GitHub and as SARIF."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from flatout.diagnose.check import check
+from flatout.diagnose.rules import TABLE
+from flatout.plan.findings import Finding, Place, Severity
+from flatout.probe.program import Program
+from flatout.render.findings import finding_lines, github_lines, json_text, sarif_text
+
+PLACE = Place("my train.py", 3, 5, "Net.forward", "x = y.item()", 4)
+FOUND = [
+    Finding("FL001", "zero_grad_missing", Severity.WRONG.value, "never cleared: 100% wrong,\nsaid in two lines", PLACE, mend="a()\nb()",
+            others=[Place("b.py", 7)]),
+    Finding("FL101", "host_sync_every_step", Severity.TIME.value, "waits [red]always[/red]", PLACE, levers=["loader"]),
+    Finding("FD001", "no_place", Severity.FRAGILE.value, "has no place"),
+]
+RULES = [(rule.code, rule.name, rule.title, rule.section("What"), rule.section("How to mend it"), rule.severity.value) for rule in TABLE]
+
+
+def shown(findings: list[Finding], width: int = 100) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False, soft_wrap=True).print(finding_lines(findings, {"FL001": "Gradients"}))
+    return out.getvalue()
+
+
+def test_the_caret_stands_under_its_column():
+    lines = shown(FOUND).splitlines()
+    at = lines.index("      x = y.item()")
+    assert lines[at + 1] == "      ^"
+    far = Finding("FL001", "a", Severity.WRONG.value, "far", Place("a.py", 1, 5 + 400, "", "y" * 400 + "Z" + "y" * 400, 4))
+    line, caret = shown([far]).splitlines()[4:6]
+    assert line[caret.index("^")] == "Z"
+    assert len(line) < 200
+
+
+def test_foreign_text_is_shown_and_not_obeyed():
+    text = shown([Finding("FL001", "a", Severity.WRONG.value, "[bold]x\x1b[2J", Place("\x1b[31ma.py", 1, 1, "", "\x1b]0;title\x07"))])
+    assert "\x1b" not in text
+    assert "[bold]x" in text
+
+
+def test_json_gives_the_findings_back():
+    read = json.loads(json_text(FOUND, ["a.py"], []))
+    assert [Finding.from_json(each) for each in read["findings"]] == FOUND
+
+
+def test_github_commands_are_one_line_each_and_escaped():
+    lines = list(github_lines(FOUND))
+    assert len(lines) == 3
+    assert all("\n" not in line for line in lines)
+    assert lines[0].startswith("::error title=FL001 zero_grad_missing,file=my train.py,line=3,col=5::never cleared: 100%25 wrong,")
+    assert "%0Aa()%0Ab()" in lines[0]
+    assert [line.split()[0] for line in lines] == ["::error", "::warning", "::notice"]
+
+
+def sarif_complaints(log: dict) -> list[str]:
+    """What SARIF 2.1.0 requires of a log, for the objects that are used here (the standard's own names and types)."""
+    found = []
+
+    def want(condition: bool, words: str) -> None:
+        if not condition:
+            found.append(words)
+
+    want(log.get("version") == "2.1.0", "version")
+    want(str(log.get("$schema", "")).endswith("sarif-schema-2.1.0.json"), "$schema")
+    for run in log["runs"]:
+        driver = run["tool"]["driver"]
+        want(isinstance(driver.get("name"), str) and driver["name"], "tool.driver.name")
+        want(run.get("columnKind") in ("utf16CodeUnits", "unicodeCodePoints"), "columnKind")
+        ids = [rule["id"] for rule in driver["rules"]]
+        want(len(set(ids)) == len(ids), "rule ids are unique")
+        for rule in driver["rules"]:
+            want(all(isinstance(rule[key]["text"], str) and rule[key]["text"] for key in ("shortDescription", "fullDescription", "help")), "texts of a rule")
+            want(rule["defaultConfiguration"]["level"] in ("none", "note", "warning", "error"), "level of a rule")
+        for result in run["results"]:
+            want(isinstance(result["message"]["text"], str) and result["message"]["text"], "message.text")
+            want(result["level"] in ("none", "note", "warning", "error"), "level")
+            want("ruleIndex" not in result or ids[result["ruleIndex"]] == result["ruleId"], "ruleIndex points at ruleId")
+            for location in [*result.get("locations", []), *result.get("relatedLocations", [])]:
+                physical = location["physicalLocation"]
+                uri = physical["artifactLocation"]["uri"]
+                want(" " not in uri and "\\" not in uri, "uri is one")
+                region = physical["region"]
+                want(isinstance(region["startLine"], int) and region["startLine"] >= 1, "startLine counts from 1")
+                want(region.get("startColumn", 1) >= 1, "startColumn counts from 1")
+    return found
+
+
+def test_sarif_is_what_the_standard_requires():
+    log = json.loads(sarif_text(FOUND, RULES))
+    assert sarif_complaints(log) == []
+    assert [result["ruleId"] for result in log["runs"][0]["results"]] == ["FL001", "FL101", "FD001"]
+    assert "ruleIndex" not in log["runs"][0]["results"][2]
+
+
+@pytest.mark.parametrize("spoil", [lambda log: log.pop("version"), lambda log: log["runs"][0]["results"][0].update(ruleIndex=1),
+                                   lambda log: log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["region"].update(startLine=0)])
+def test_a_spoilt_log_is_seen(spoil):
+    log = json.loads(sarif_text(FOUND, RULES))
+    spoil(log)
+    assert sarif_complaints(log) != []
+
+
+@pytest.mark.parametrize("rule", [rule for rule in TABLE if rule.look], ids=lambda rule: rule.code)
+def test_every_rules_finding_goes_through_every_form(rule):
+    found = check(Program.of_text(rule.section("Bad")))
+    assert shown(found)
+    assert sarif_complaints(json.loads(sarif_text(found, RULES))) == []
+    assert len(list(github_lines(found))) == len(found)
+    for finding in found:
+        assert finding.said[0] != " "
+        assert len(finding.said) < 250
+        assert finding.mend, "say what to do"
+
+
+@given(st.text(), st.text(), st.integers(0, 500), st.integers(0, 80))
+def test_no_text_breaks_a_form(said, line, column, indent):
+    finding = Finding("FL001", "a", Severity.WRONG.value, said, Place("a.py", 1, column, "", line, indent), mend=said)
+    assert shown([finding])
+    assert "\n" not in next(iter(github_lines([finding])))
+    json.loads(sarif_text([finding], RULES))
