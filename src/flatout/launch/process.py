@@ -74,7 +74,7 @@ class Program:
         err_read, err_write = self._output(show and sys.stderr.isatty())
         try:
             self.process = subprocess.Popen(list(argv), env=dict(environment), stdin=inside, stdout=out_write, stderr=err_write,
-                                            start_new_session=True, preexec_fn=_die_with_flatout)
+                                            start_new_session=True, preexec_fn=die_with_flatout)
         except OSError as error:
             raise ProgramNotFound(f"{argv[0]} cannot be started: {error.strerror}.") from None
         finally:
@@ -149,7 +149,8 @@ class Program:
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
-def _die_with_flatout() -> None:
+def die_with_flatout() -> None:
+    """Called in a child before its program begins: it is ended when flatout is."""
     # A trial that is held (SIGSTOP) when flatout is killed would otherwise stay for ever. PR_SET_PDEATHSIG is 1.
     if _libc is not None:
         _libc.prctl(1, signal.SIGKILL)

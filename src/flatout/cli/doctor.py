@@ -1,0 +1,77 @@
+"""`flatout doctor`: is this machine ready to train."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from flatout.diagnose.doctor.seeing import Look
+from flatout.plan.ceilings import CeilingsRecord
+from flatout.plan.errors import UsageError
+from flatout.plan.folder import read_json
+from flatout.plan.sight import Sight, Verdict
+
+
+@click.command()
+@click.option("--bench", is_flag=True, help="Measure what this machine can do at most, too (about half a minute); `flatout profile` reads it.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything that was seen, and the checks, as JSON.")
+@click.option("--replay", type=click.Path(path_type=Path), help="Judge what --json printed on another machine.")
+def command(bench: bool, as_json: bool, replay: Path | None) -> int:
+    """Is this machine ready to train? What is wrong, why it matters, and the one command that mends it.
+
+    Works where torch is broken or absent. Ends with 1 where there is a problem.
+    """
+    if bench and replay:
+        raise UsageError("--bench measures this machine and --replay judges another: leave one of them out.")
+    sight = _recorded(replay) if replay else _seen()
+    from flatout.diagnose.doctor.examining import examine
+    from flatout.render.doctor import doctor_page
+
+    checks = examine(sight)
+    console = Console(highlight=False)
+    if not as_json:
+        console.print(doctor_page(checks), crop=False)
+    ceilings = _bench(console, as_json) if bench else None
+    if as_json:
+        found = {"sight": sight.to_json(), "checks": [check.to_json() for check in checks]}
+        click.echo(json.dumps(found | ({"ceilings": ceilings.to_json()} if ceilings else {}), indent=1))
+    return int(any(check.verdict == Verdict.PROBLEM for check in checks))
+
+
+def _seen() -> Sight:
+    with Look() as looking, Console(stderr=True).status("looking at this machine; importing torch beside it"):  # shown on a terminal alone
+        # What is wanted afterwards is loaded while the child imports torch: that is what takes long.
+        importlib.import_module("flatout.diagnose.doctor.examining")
+        importlib.import_module("flatout.render.doctor")
+        return looking.take()
+
+
+def _bench(console: Console, quiet: bool) -> CeilingsRecord:
+    from flatout.diagnose.doctor.ceilings import measure
+    from flatout.measure.ceilings import save
+    from flatout.probe.machine import look
+    from flatout.render.doctor import ceilings_table
+
+    def tell(words: str) -> None:
+        if not quiet:
+            console.print(Text(f"measuring: {words}", style="dim"))
+
+    record = measure(look(), Path.cwd(), tell)
+    path = save(record)
+    if not quiet:
+        console.print(ceilings_table(record), crop=False)
+        console.print(Text(str(path), style="dim"), soft_wrap=True)
+    return record
+
+
+def _recorded(path: Path) -> Sight:
+    data = read_json(path)
+    try:
+        return Sight.from_json(data["sight"])
+    except (TypeError, AttributeError, KeyError):
+        raise UsageError(f"{path} holds nothing that `flatout doctor --json` has printed. Make one with `flatout doctor --json > {path}`.") from None

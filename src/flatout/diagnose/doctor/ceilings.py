@@ -1,0 +1,68 @@
+"""Has the ceilings of this machine measured: in children with torch, one after another, so that no figure disturbs the next."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flatout import __version__
+from flatout.launch.asking import Asked
+from flatout.measure.ceilings import machine_key
+from flatout.measure.clock import seconds, today
+from flatout.plan.ceilings import Ceiling, CeilingsRecord
+from flatout.plan.errors import NothingMeasured
+from flatout.plan.facts import Facts
+from flatout.plan.folder import json_lines
+from flatout.plan.sight import Ran
+
+LIMIT_S = 240.0
+REDUCING_LIMIT_S = 60.0
+PYTHON = (sys.executable, "-P", "-m")
+
+
+def measure(facts: Facts, folder: Path, tell: Callable[[str], None]) -> CeilingsRecord:
+    """All ceilings; ``tell`` hears what is being done. Raises NothingMeasured where torch cannot be started."""
+    record = CeilingsRecord(key=machine_key(facts), created=today(), flatout=__version__, machine=_machine(facts))
+    # As many threads as there are cores, whatever the shell says: these are the machine's ceilings, and torch does not see a quota.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(facts.cores), "MKL_NUM_THREADS": str(facts.cores)}
+    with tempfile.TemporaryDirectory(prefix="flatout-bench-") as place:
+        out = Path(place) / "figures.jsonl"
+        tell("matrix products, memory, copies, disk, loader")
+        run = Asked([*PYTHON, "flatout.measure.bench", str(out), str(folder)], environment).answer(LIMIT_S)
+        for line in json_lines(out):
+            if isinstance(line.get("ceiling"), dict):
+                record.ceilings.append(Ceiling.from_json(line["ceiling"]))
+            else:
+                record.threads, record.busy_cores = int(line.get("threads") or 0), line.get("busy_cores")
+        if not record.ceilings:
+            raise NothingMeasured(f"the ceilings could not be measured: {_why(run)}. `flatout doctor` says what is wrong with torch.")
+        if run.timed_out or run.code:
+            tell(f"not everything was measured: {_why(run)}")
+        tell("all-reduce between two processes")
+        record.ceilings.append(_all_reduce(Path(place), environment))
+    return record
+
+
+def _all_reduce(place: Path, environment: dict[str, str]) -> Ceiling:
+    out, meeting, until = place / "reduced.json", place / "meeting", seconds() + REDUCING_LIMIT_S
+    ranks = [Asked([*PYTHON, "flatout.measure.reducing", str(rank), str(meeting), str(out)], environment) for rank in range(2)]
+    runs = [rank.answer(max(until - seconds(), 1.0)) for rank in ranks]
+    for found in json_lines(out):
+        return Ceiling.from_json(found)
+    return Ceiling("all_reduce_bytes_per_s", "cpu", note=f"not run: {_why(next((run for run in runs if run.code), runs[0]))}")
+
+
+def _machine(facts: Facts) -> dict[str, Any]:
+    return {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "gpus": [gpu.name for gpu in facts.gpus],
+            "torch": facts.versions.get("torch", "")}
+
+
+def _why(run: Ran) -> str:
+    if run.timed_out:
+        return "it took too long and was stopped"
+    last = [line for line in run.said.splitlines() if line.strip()]
+    return f"exit code {run.code}" + (f", {last[-1].strip()}" if last else "")

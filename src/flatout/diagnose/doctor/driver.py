@@ -1,0 +1,263 @@
+"""The NVIDIA driver: whether it answers, and whether what it supports fits torch's CUDA build and the GPUs' architectures."""
+
+from __future__ import annotations
+
+import re
+
+from flatout.diagnose.doctor.check import Answer, dotted, note, ok, problem, question, unseen, version, warning
+from flatout.diagnose.doctor.graphics import driver_version, gpu_is_here, listing
+from flatout.diagnose.doctor.packages import contained, newer_driver
+from flatout.diagnose.doctor.torch_build import build_of, cuda_build
+from flatout.diagnose.doctor.versions import Release, versions
+from flatout.plan.sight import Ran, Sight, Verdict
+
+THEME = "driver"
+
+# What nvidia-smi says when it fails: the family of its words, what they mean, the command.
+FAILURES = (
+    (re.compile(r"Driver/library version mismatch"), "the driver's libraries were updated under a kernel module that is still the old one", "sudo reboot"),
+    (re.compile(r"couldn't communicate with the NVIDIA driver"), "the driver's kernel module is not loaded",
+     "sudo modprobe nvidia && sudo dmesg | grep -i nvidia"),
+    (re.compile(r"GPU is lost|fallen off the bus"), "a GPU no longer answers on its bus", "sudo dmesg | grep -i xid"),
+    (re.compile(r"couldn't find libnvidia-ml|libnvidia-ml\.so: cannot open"), "the driver's library is not there: the container was started without the GPU",
+     "docker run --gpus all ..."),
+    (re.compile(r"No devices were found"), "the driver runs and finds no GPU it can use", "sudo dmesg | grep -i nvidia"),
+    (re.compile(r"Insufficient Permissions", re.IGNORECASE), "this user may not use the GPU", "ls -l /dev/nvidia*"),
+    (re.compile(r"Failed to initialize NVML: Unknown Error"),
+     "the container has lost its right to the devices (as after `systemctl daemon-reload` on the host)",
+     "docker restart CONTAINER"),
+)
+
+
+@question("FD020", THEME, ["run nvidia-smi"])
+def driver(sight: Sight) -> Answer:
+    """The NVIDIA driver answers.
+
+    Why it matters:
+        Without a driver that answers no program reaches the GPU, whatever is installed beside it.
+    How to mend it:
+        Install or reload the driver on the host (`sudo modprobe nvidia`); in a container start it with `docker run --gpus all`.
+    """
+    run, seen, here = sight.runs["nvidia-smi"], listing(sight), gpu_is_here(sight)
+    if seen is not None and seen.boards:
+        names = [board.name for board in seen.boards]
+        said = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        return ok(f"driver {seen.driver or 'of unknown version'}, {said}") if seen.driver else unseen(f"{said}; the driver's version was not told")
+    if run.timed_out:
+        return problem("nvidia-smi did not answer: the driver or a GPU hangs", "sudo dmesg | grep -i xid", _tail(run))
+    if not run.there:
+        if here:
+            number = driver_version(sight)
+            if number is None and sight.torch.get("cuda", {}).get("computes") is True:
+                return note("torch reaches the GPU, but there is no nvidia-smi here to ask")
+            if number:
+                return note(f"driver {number} is loaded, but there is no nvidia-smi here to ask", "docker run --gpus all ...")
+            return problem("there is an NVIDIA GPU on the bus, and neither a driver nor nvidia-smi", "docker run --gpus all ..." if contained(sight) else
+                           newer_driver(sight))
+        if here is None:
+            return unseen("there is no nvidia-smi, and the PCI bus could not be looked at")
+        return note("no NVIDIA GPU: training runs on the processor")
+    for pattern, meaning, mend in FAILURES:
+        if pattern.search(run.said):
+            return problem(f"nvidia-smi: {pattern.search(run.said)[0]}: {meaning}", mend, _tail(run))  # type: ignore[index]
+    if run.code not in (0, None):
+        return problem(f"nvidia-smi ended with exit code {run.code}", "nvidia-smi", _tail(run))
+    return unseen("nvidia-smi answered in a form that is not known")
+
+
+def _tail(run: Ran) -> list[str]:
+    return [line for line in run.said.splitlines() if line.strip()][-4:]
+
+
+@question("FD021", THEME, gpu=True)
+def driver_for_cuda(sight: Sight) -> Answer:
+    """The driver is new enough for torch's CUDA.
+
+    Why it matters:
+        A program built with CUDA 13 needs a driver of at least 580, one built with CUDA 12 at least 525. With an older driver torch warns
+        once, "The NVIDIA driver on your system is too old", and trains on the processor.
+    How to mend it:
+        Install a build of the same torch for an older CUDA (the command is given), or a newer driver.
+    """
+    number, build = driver_version(sight), build_of(sight)
+    here = version(number)
+    if here is None:
+        return unseen("the driver's version could not be seen")
+    if build is None:
+        return unseen(f"driver {number}; which CUDA torch was built for could not be seen")
+    cuda, table = build.get("cuda"), versions()
+    if cuda is None:
+        return note(f"driver {number}; torch {build['version']} is a build for the CPU and does not use it")
+    least = table.driver_for(cuda)
+    if least is None:
+        return unseen(f"driver {number}; the table of versions does not know which driver CUDA {cuda} needs")
+    computes = isinstance(sight.torch.get("cuda"), dict) and sight.torch["cuda"].get("computes") is True
+    if here < least and not computes:
+        return _too_old(sight, str(number), here, str(build["version"]), str(cuda), least)
+    seen = listing(sight)
+    supports = version(seen.cuda) if seen else None
+    said = f"driver {number}, CUDA {cuda} needs {dotted(least)} or newer"
+    if here < least:
+        return ok(f"driver {number} and a forward compatibility package: torch reaches the GPU with CUDA {cuda}")
+    if supports and supports < (version(cuda) or ()):
+        return note(f"{said}; it knows CUDA {seen.cuda if seen else ''} itself, so what is shipped as PTX for later GPUs cannot be used", "nvidia-smi")
+    return ok(said)
+
+
+def _too_old(sight: Sight, number: str, here: tuple[int, ...], torch: str, cuda: str, least: tuple[int, ...]) -> Answer:
+    table = versions()
+    release = table.release(torch)
+    fitting = table.build_for_driver(release, here) if release else None
+    said = f"driver {number} is too old for CUDA {cuda}, which torch {torch} was built with: it needs {dotted(least)} or newer"
+    if fitting:
+        return problem(f"{said}. The same torch comes built for CUDA {fitting.cuda}, which this driver runs", table.install(torch, fitting.tag))
+    return problem(f"{said}. No build of this torch that the table knows runs on it", newer_driver(sight))
+
+
+@question("FD022", THEME, ["environment"])
+def visible_devices(sight: Sight) -> Answer:
+    """CUDA_VISIBLE_DEVICES names GPUs that are there.
+
+    Why it matters:
+        CUDA stops reading the list at the first entry that is no GPU: "0,7" on a machine of two GPUs leaves one, "7" none. An empty list
+        hides all of them.
+    How to mend it:
+        `unset CUDA_VISIBLE_DEVICES`, or name what `nvidia-smi -L` lists.
+    """
+    value, seen = sight.variable("CUDA_VISIBLE_DEVICES"), listing(sight)
+    if value is None:
+        return ok("CUDA_VISIBLE_DEVICES is not set: every GPU is visible")
+    if not gpu_is_here(sight):
+        return note(f"CUDA_VISIBLE_DEVICES={value!r}; no GPU was seen")
+    entries = [entry.strip() for entry in value.split(",")]
+    if value.strip() in ("", "-1", "NoDevFiles"):
+        return warning(f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES")
+    if seen is None or not seen.boards:
+        return unseen(f"CUDA_VISIBLE_DEVICES={value!r}; nvidia-smi did not list the GPUs to compare it with")
+    for at, entry in enumerate(entries):
+        if entry.startswith(("GPU-", "MIG-")):
+            there = entry.startswith("MIG-") or any((board.uuid or "").startswith(entry) for board in seen.boards)
+        else:
+            there = entry.isdigit() and int(entry) < len(seen.boards)
+        if not there:
+            left = f"{at} of {len(entries)} are used" if at else "none is used"
+            return problem(f"CUDA_VISIBLE_DEVICES={value!r}: {entry!r} is no GPU of this machine ({len(seen.boards)} there), so {left}", "nvidia-smi -L")
+    if len(set(entries)) < len(entries):
+        return problem(f"CUDA_VISIBLE_DEVICES={value!r} names a GPU twice, and CUDA then uses none", "unset CUDA_VISIBLE_DEVICES")
+    if len(entries) < len(seen.boards):
+        return note(f"CUDA_VISIBLE_DEVICES={value!r}: {len(entries)} of {len(seen.boards)} GPUs are visible", "unset CUDA_VISIBLE_DEVICES")
+    return ok(f"CUDA_VISIBLE_DEVICES={value!r}: all {len(seen.boards)} GPUs")
+
+
+@question("FD023", THEME, gpu=True)
+def architectures(sight: Sight) -> Answer:
+    """This build of torch has kernels for the GPUs.
+
+    Why it matters:
+        A GPU runs machine code of its own major architecture, or PTX that is not newer than itself. Where a build has neither, the first
+        operation ends with "no kernel image is available for execution on the device".
+    How to mend it:
+        Install the build of the same torch that has the architecture; the command is given.
+    """
+    build, seen = build_of(sight), listing(sight)
+    devices = _devices(sight)
+    if not devices:
+        return unseen("the compute capability of the GPUs could not be seen" + ("" if seen and seen.driver and (version(seen.driver) or ()) >= (510,)
+                                                                                else "; drivers before 510 do not tell it"))
+    if build is None:
+        return unseen("which build of torch is installed could not be seen")
+    if build.get("cuda") is None:
+        return note(f"torch {build['version']} is a build for the CPU")
+    archs = _archs(sight, str(build["version"]), str(build["cuda"]))
+    if archs is None:
+        return unseen(f"which architectures torch {build['version']} was built for could not be seen")
+    for name, capability in devices:
+        fit = _fit(capability, archs)
+        if fit == "none":
+            return problem(f"{name} is of compute capability {dotted(capability)}, and torch {build['version']} (CUDA {build['cuda']}) has code for "
+                           f"{', '.join(archs)} alone", _another_build(versions().release(str(build["version"])), str(build["version"]), capability))
+        if fit == "ptx":
+            return note(f"{name} ({dotted(capability)}) is newer than this build of torch: its kernels are compiled from PTX at their first use",
+                        "pip install --upgrade torch")
+    return ok(f"code for {', '.join(dict.fromkeys(dotted(capability) for _, capability in devices))} is in this build")
+
+
+def _devices(sight: Sight) -> list[tuple[str, tuple[int, int]]]:
+    seen, torch = listing(sight), sight.torch.get("cuda")
+    found = [(board.name, board.capability) for board in seen.boards if board.capability] if seen else []
+    if not found and isinstance(torch, dict):
+        for device in torch.get("devices") or ():
+            pair = device.get("capability") if isinstance(device, dict) else None
+            if isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, int) for part in pair):
+                found.append((str(device.get("name")), (pair[0], pair[1])))
+    return found
+
+
+def _archs(sight: Sight, torch: str, cuda: str) -> list[str] | None:
+    """What torch itself lists ("sm_80", "compute_120"), else the table's row for this build ("8.0", "12.0+PTX")."""
+    seen = sight.torch.get("cuda")
+    listed = seen.get("archs") if isinstance(seen, dict) else None
+    if isinstance(listed, list) and listed:
+        return [str(arch) for arch in listed]
+    release = versions().release(torch)
+    build = release.build(cuda) if release else None
+    return list(build.capabilities) if build and build.capabilities else None
+
+
+def _code(arch: str) -> tuple[tuple[int, int], bool] | None:
+    """The capability of "sm_86", "compute_120", "sm_90a", "8.6" or "12.0+PTX", and whether it is PTX."""
+    short, long = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", arch), re.fullmatch(r"(\d+)\.(\d)(\+PTX)?", arch)
+    if short:
+        return (int(short[2]), int(short[3])), short[1] == "compute"
+    return ((int(long[1]), int(long[2])), bool(long[3])) if long else None
+
+
+def _fit(capability: tuple[int, int], archs: list[str]) -> str:
+    """"code", "ptx" or "none". Code runs on its own major version from its minor version on, PTX on everything that is not older."""
+    codes = [code for arch in archs if (code := _code(arch))]
+    if any(not ptx and have[0] == capability[0] and have[1] <= capability[1] for have, ptx in codes):
+        return "code"
+    return "ptx" if any(ptx and have <= capability for have, ptx in codes) else "none"
+
+
+def _another_build(release: Release | None, torch: str, capability: tuple[int, int]) -> str:
+    for build in reversed(release.builds if release else ()):
+        if build.capabilities and _fit(capability, list(build.capabilities)) != "none":
+            return versions().install(torch, build.tag)
+    return "pip install --upgrade torch" if capability >= (7, 5) else 'pip install "torch<2.11" --index-url https://download.pytorch.org/whl/cu126'
+
+
+@question("FD024", THEME, ["torch cuda"])
+def torch_computes(sight: Sight) -> Answer:
+    """Where there is a GPU, torch reaches it.
+
+    Why it matters:
+        `torch.cuda.is_available()` is False where driver, build and variables do not fit, and many scripts then go on with the processor
+        without a word.
+    How to mend it:
+        Mend what the other checks of the driver name; where they name nothing, torch's own warning tells the cause.
+    """
+    seen, here = sight.torch["cuda"], gpu_is_here(sight)
+    said = [str(words).splitlines()[0] for words in seen.get("warnings") or () if words]
+    if build_of(sight) is None and seen.get("raised"):
+        return unseen("what was imported is not torch")
+    if seen.get("raised"):
+        return problem(f"using the GPU raised {seen['raised']}", "nvidia-smi", said)
+    if seen.get("computes") is True:
+        return ok(f"{len(seen.get('devices') or ())} GPU(s) reached, and a sum on the first is right")
+    if seen.get("available") is True:
+        return problem("torch sees the GPU, but what it computed there was not right or not finished", "compute-sanitizer python train.py", said)
+    if seen.get("available") is not False:
+        return unseen("whether torch reaches a GPU was not written")
+    if here is None:
+        return unseen("torch.cuda.is_available() is False; whether there is a GPU could not be seen")
+    if not here:
+        return ok("torch trains on the processor here: there is no GPU")
+    for cause in (cuda_build, driver, driver_for_cuda, visible_devices):
+        found = cause.answer(sight)
+        if found.verdict in (Verdict.PROBLEM, Verdict.WARNING):
+            return Answer(Verdict(found.verdict), f"torch.cuda.is_available() is False, for the reason that {cause.code} names", found.mend, tuple(said))
+    return problem("torch.cuda.is_available() is False, though there is an NVIDIA GPU" + (f": {said[0]}" if said else ""), "nvidia-smi", said)
+
+
+QUESTIONS = (driver, driver_for_cuda, visible_devices, architectures, torch_computes)

@@ -1,0 +1,115 @@
+"""The interpreter that training runs in, and what is mixed into it."""
+
+from __future__ import annotations
+
+import sys
+
+from flatout.diagnose.doctor.check import Answer, dotted, note, ok, problem, question, unseen, version, warning
+from flatout.diagnose.doctor.versions import versions
+from flatout.plan.sight import Sight
+
+THEME = "Python"
+
+
+@question("FD001", THEME, ["python version"])
+def python_version(sight: Sight) -> Answer:
+    """Python is one that flatout and this torch support.
+
+    Why it matters:
+        A torch wheel is built for single versions of Python. Outside them pip finds no wheel, or an old one, or builds for hours.
+    How to mend it:
+        Make a virtual environment with a Python that is supported: `python3.12 -m venv .venv`.
+    """
+    text = str(sight.python["version"])
+    here, table = version(text), versions()
+    if here is None:
+        return unseen(f"{text!r} is no version of Python")
+    free = ", free-threaded" if sight.python.get("free_threaded") else ""
+    said = f"{sight.python.get('implementation') or 'Python'} {text}{free}"
+    if here[:2] < table.python_min:
+        return problem(f"{said}; flatout needs {dotted(table.python_min)}", f"python{dotted(versions().releases[0].python_max)} -m venv .venv")
+    torch = sight.distribution("torch")
+    release = table.release(torch)
+    if torch is None:
+        return ok(said)
+    if release is None:
+        return note(f"{said}; the table of versions does not know torch {torch}, so whether they fit was not looked up")
+    if here[:2] == release.python_experimental:
+        return note(f"{said}; torch {release.torch} calls its wheels for it experimental", f"python{dotted(release.python_max)} -m venv .venv")
+    if not release.python_min <= here[:2] <= release.python_max:
+        span = f"{dotted(release.python_min)} to {dotted(release.python_max)}"
+        return warning(f"{said}; wheels of torch {release.torch} are for {span}", f"python{dotted(release.python_max)} -m venv .venv")
+    return ok(f"{said}, which torch {release.torch} supports")
+
+
+@question("FD002", THEME, ["python prefix", "python path", "packages"])
+def one_environment(sight: Sight) -> Answer:
+    """Packages come from one environment.
+
+    Why it matters:
+        Packages of the user's own folder (~/.local) or of the system hide or join those of a virtual environment. An upgrade in one then
+        breaks the other, and what works here fails in the next shell.
+    How to mend it:
+        Keep the user's folder out with `export PYTHONNOUSERSITE=1`, and install what is missing into the environment.
+    """
+    prefix, base = str(sight.python["prefix"]), str(sight.python.get("base_prefix"))
+    user = str(sight.python.get("user_site"))
+    apart = prefix != base or sight.variable("CONDA_PREFIX") is not None
+    inside = "a virtual environment" if prefix != base else "a conda environment" if apart else "no virtual environment"
+    from_user = sorted({f"{name} {found}" for name, found, folder in sight.packages or () if folder == user})
+    if apart and from_user:
+        return warning(f"{prefix} is {inside}, and these come from {user}: {', '.join(from_user[:6])}", "export PYTHONNOUSERSITE=1", from_user)
+    other = sight.variable("VIRTUAL_ENV")
+    if other and other.rstrip("/") != prefix.rstrip("/"):
+        return warning(f"the shell is in {other}, but this Python is that of {prefix}", f"{other}/bin/python -m pip install flatout")
+    if not apart:
+        return note(f"{prefix}: no virtual environment, so that every project shares its packages", "python3 -m venv .venv && . .venv/bin/activate")
+    return ok(f"{prefix}, {inside}")
+
+
+@question("FD003", THEME, ["folder .", "working_folder"])
+def nothing_hidden(sight: Sight) -> Answer:
+    """No file in the working folder takes the place of a module.
+
+    Why it matters:
+        Python looks for modules beside the script first. A file torch.py, random.py or types.py there is imported in place of the real
+        one, and the error that follows names something else.
+    How to mend it:
+        Rename the file and remove its compiled copy: `mv torch.py my_torch.py`.
+    """
+    important = {"torch", "torchvision", "torchaudio", "numpy", "triton", "lightning"}
+    builtin = set(sys.stdlib_module_names) - {"__main__", "test", "this", "antigravity"}
+    here = {name.removesuffix(".py").removesuffix("/"): name.removesuffix("/") for name in sight.folders["."] or ()}
+    found = sorted(set(here) & (important | builtin))
+    hiding = [name for name in found if name in important]
+    if hiding:
+        return problem(f"{sight.working_folder} holds {', '.join(hiding)}, which hides the installed module of that name",
+                       f"mv {here[hiding[0]]} my_{here[hiding[0]]}")
+    if found:
+        return warning(f"{sight.working_folder} holds {', '.join(found)}, which hides Python's own module of that name",
+                       f"mv {here[found[0]]} my_{here[found[0]]}")
+    return ok(f"nothing in {sight.working_folder} hides a module")
+
+
+@question("FD004", THEME, ["environment"])
+def python_switches(sight: Sight) -> Answer:
+    """No variable makes Python itself slow or strange.
+
+    Why it matters:
+        PYTHONDEVMODE and PYTHONMALLOC=debug check every allocation; PYTHONPATH puts foreign packages first; PYTHONOPTIMIZE removes asserts.
+        They outlive the debugging that they were set for.
+    How to mend it:
+        `unset` the variable that is named.
+    """
+    slow = [name for name in ("PYTHONDEVMODE", "PYTHONTRACEMALLOC", "PYTHONASYNCIODEBUG", "PYTHONPROFILEIMPORTTIME") if sight.variable(name)]
+    if (sight.variable("PYTHONMALLOC") or "").endswith("debug") or sight.variable("PYTHONMALLOC") == "malloc":
+        slow.append("PYTHONMALLOC")
+    if slow:
+        return warning(f"{', '.join(f'{name}={sight.variable(name)}' for name in slow)} slows every line of Python down", f"unset {' '.join(slow)}")
+    seen = {name: sight.variable(name) for name in ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONHOME") if sight.variable(name)}
+    if seen:
+        return note(f"{', '.join(f'{name}={value}' for name, value in seen.items())}: set, and may be meant", f"unset {' '.join(seen)}")
+    return ok("no PYTHON... variable that slows or redirects it")
+
+
+QUESTIONS = (python_version, one_environment, nothing_hidden, python_switches)

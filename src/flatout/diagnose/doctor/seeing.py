@@ -1,0 +1,73 @@
+"""Takes the Sight: everything that touches the machine. Judging it is for the themes beside this file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from flatout import __version__
+from flatout.launch.asking import Asked
+from flatout.measure.clock import seconds, today
+from flatout.plan.folder import json_lines
+from flatout.plan.sight import Sight
+from flatout.probe.gather import gather
+
+TORCH_LIMIT_S = 60.0  # a first import from a network folder takes that long; on a local disk two seconds
+PROGRAM_LIMIT_S = 10.0  # nvidia-smi without persistence mode wakes the driver first
+TORCH = "import torch"
+UNDER_WSL = "/usr/lib/wsl/lib/nvidia-smi"  # not on the path of every shell
+PROGRAMS = {
+    "nvidia-smi": ("nvidia-smi", "-q", "-x"),
+    "nvidia-smi capability": ("nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"),
+    "nvidia-smi topology": ("nvidia-smi", "topo", "-m"),
+    "c++": ("g++", "--version"),
+    "nvcc": ("nvcc", "--version"),
+}
+
+
+class Look:
+    """A look at this machine. It begins when it is made: torch is being imported in a child from then on. Leaving it ends every child."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._folder = tempfile.TemporaryDirectory(prefix="flatout-doctor-")
+        self._written = Path(self._folder.name) / "torch.jsonl"
+        # -m puts the working folder first on the path, as it is for a script: what hides torch there hides it here.
+        self._torch = Asked([sys.executable, *_switches(), "-m", "flatout.diagnose.doctor.torch_child", str(self._written)])
+        self._programs = {name: Asked(command) for name, command in _programs().items()}
+
+    def __enter__(self) -> Look:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for asked in (*self._programs.values(), self._torch):
+            asked.end()
+        self._folder.cleanup()
+
+    def take(self, torch_limit_s: float = TORCH_LIMIT_S) -> Sight:
+        """Files are read below the root; then the programs and the import of torch are waited for, each no longer than its limit."""
+        sight = gather(Sight(flatout=__version__, created=today()), self._root)
+        until = seconds() + PROGRAM_LIMIT_S
+        sight.runs = {name: asked.answer(max(until - seconds(), 0.1)) for name, asked in self._programs.items()}
+        sight.runs[TORCH] = self._torch.answer(torch_limit_s)
+        sight.torch = {str(record.pop("stage")): record for record in json_lines(self._written) if "stage" in record}
+        return sight
+
+
+def _switches() -> list[str]:
+    """The switches of this interpreter that decide where it looks for packages: the child is to find what we would."""
+    given = (("-S", sys.flags.no_site), ("-s", sys.flags.no_user_site), ("-E", sys.flags.ignore_environment))
+    return [switch for switch, on in given if on]
+
+
+def _programs() -> dict[str, tuple[str, ...]]:
+    """CXX is what torch.compile would call."""
+    programs, compiler = dict(PROGRAMS), os.environ.get("CXX", "").strip()
+    if compiler:
+        programs["c++"] = (compiler, "--version")
+    if shutil.which("nvidia-smi") is None and os.path.isfile(UNDER_WSL):
+        programs |= {name: (UNDER_WSL, *command[1:]) for name, command in PROGRAMS.items() if command[0] == "nvidia-smi"}
+    return programs

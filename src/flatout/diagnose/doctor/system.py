@@ -1,0 +1,112 @@
+"""The operating system below: its C library, its kernel, containers and WSL."""
+
+from __future__ import annotations
+
+import re
+
+from flatout.diagnose.doctor.check import Answer, dotted, note, ok, problem, question, unseen, version, warning
+from flatout.diagnose.doctor.packages import upgrade
+from flatout.diagnose.doctor.versions import versions
+from flatout.plan.sight import Sight
+from flatout.probe.proc import os_release
+
+THEME = "system"
+KERNEL_MIN, KERNEL_OLD = (5, 5), (4,)  # Hugging Face Accelerate warns below 5.5; distributions keep 4.18 alive with later patches
+
+
+@question("FD050", THEME, ["python libc"])
+def glibc(sight: Sight) -> Answer:
+    """The C library is new enough for torch's wheels.
+
+    Why it matters:
+        Wheels of torch since 2.7 are built for glibc 2.28. On CentOS 7 (2.17) or Ubuntu 18.04 (2.27) pip finds none of them, or installs
+        one that fails with "GLIBC_2.28 not found".
+    How to mend it:
+        A container brings its own: `docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash`. glibc itself is not to be replaced.
+    """
+    kind, text = [*map(str, sight.python["libc"]), "", ""][:2]
+    if kind != "glibc":
+        if kind:
+            return unseen(f"the C library is {kind} {text}")
+        return warning("the C library is not glibc (Alpine's musl?): there are no wheels of torch for it",
+                       'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash')
+    here = version(text)
+    if here is None:
+        return unseen(f"{text!r} is no version of glibc")
+    table = versions()
+    release = table.release(sight.distribution("torch")) or table.releases[0]
+    if release.glibc_min is None:
+        return note(f"glibc {text}; the table of versions does not know what wheels of torch {release.torch} need")
+    if here < release.glibc_min:
+        latest = next((r for r in table.releases if r.glibc_min and r.glibc_min <= here), None)
+        last = f"; the last torch for it is {latest.torch}, which flatout does not enter" if latest else ""
+        return problem(f"glibc {text}, wheels of torch {release.torch} need {dotted(release.glibc_min)}{last}",
+                       'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash')
+    return ok(f"glibc {text}; wheels of torch {release.torch} need {dotted(release.glibc_min)}")
+
+
+@question("FD051", THEME, ["file /proc/version"])
+def kernel(sight: Sight) -> Answer:
+    """The kernel is not an old one.
+
+    Why it matters:
+        Below 5.5 multi-process training has been seen to hang; CentOS 7's 3.10 also lacks what containers and drivers ask for.
+    How to mend it:
+        Update the system: `sudo apt-get dist-upgrade`, or move to a release that is maintained.
+    """
+    text = sight.text("/proc/version") or ""
+    found = re.match(r"Linux version (\d+\.\d+(?:\.\d+)?)", text)
+    name = os_release(sight.text("/etc/os-release")).get("PRETTY_NAME", "an unnamed system")
+    if not found:
+        return unseen("/proc/version does not name the kernel")
+    if (version(found[1]) or ()) < KERNEL_MIN:
+        say = warning if (version(found[1]) or ()) < KERNEL_OLD else note
+        return say(f"{name}, kernel {found[1]}; from {dotted(KERNEL_MIN)} on it is known to be safe", upgrade(sight))
+    return ok(f"{name}, kernel {found[1]}")
+
+
+@question("FD052", THEME, ["file /proc/version"])
+def windows_subsystem(sight: Sight) -> Answer:
+    """WSL is set up so that it does not cost speed.
+
+    Why it matters:
+        Under WSL the disks of Windows (/mnt/c) are several times as slow as the Linux disk, memory is capped at half of the machine's, and
+        the driver is that of Windows.
+    How to mend it:
+        Keep data and code below the Linux home folder: `cp -r /mnt/c/data ~/data`.
+    """
+    text = (sight.text("/proc/version") or "").lower()
+    if not text.startswith("linux version"):
+        return unseen("/proc/version does not name the kernel")
+    if "microsoft" not in text:
+        return ok("not WSL")
+    if re.match(r"/mnt/[a-z](/|$)", sight.working_folder):
+        return warning(f"WSL, and {sight.working_folder} lies on a disk of Windows: reading it is slow", f"cp -r {sight.working_folder} ~/")
+    return note("WSL: the driver is that of Windows, and .wslconfig limits memory and cores")
+
+
+@question("FD053", THEME, ["file /proc/self/mountinfo"])
+def container(sight: Sight) -> Answer:
+    """Whether this is a container, whose limits are not those of the machine.
+
+    Why it matters:
+        In a container libraries see the machine's cores and memory and not the container's share of them; /dev/shm is 64 MiB unless asked
+        for otherwise. The checks of the processor and of memory look at the container's own.
+    How to mend it:
+        Nothing to mend; the limits are options of `docker run` (--cpus, --memory, --shm-size, --ulimit).
+    """
+    signs = [name for name, path in (("Docker", "/.dockerenv"), ("Podman", "/run/.containerenv")) if sight.text(path) is not None]
+    signs += ["Kubernetes"] if sight.variable("KUBERNETES_SERVICE_HOST") else []
+    signs += [f"container={sight.variable('container')}"] if sight.variable("container") else []
+    if signs:
+        return note(f"this is a container ({', '.join(signs)})")
+    text = sight.text("/proc/self/mountinfo") or ""
+    root = re.search(r"^\d+ \d+ \S+ \S+ / .* - (\S+) ", text, re.MULTILINE)
+    if root is None:
+        return unseen("/proc/self/mountinfo does not name the root file system")
+    if root[1] == "overlay":
+        return note("the root file system is an overlay: this is a container")
+    return ok("no sign of a container")
+
+
+QUESTIONS = (glibc, kernel, windows_subsystem, container)

@@ -1,0 +1,102 @@
+"""Imports torch and writes down what it says of itself: ``python -m flatout.diagnose.doctor.torch_child FILE``.
+
+Runs in a child of `flatout doctor`, because a broken torch may raise, crash or hang. One JSON object a line, written as soon as it is
+known, so that the parent sees how far it came.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flatout.measure.clock import seconds
+
+LIBRARY = re.compile(r"(/\S*/lib(?:cudart|cublas|cublasLt|cudnn|nccl|nvrtc|cuda|gomp|iomp5|omp|torch_cuda|torch_cpu)[-.\w]*\.so[.\d]*)$", re.MULTILINE)
+
+
+def look(write: Callable[..., None]) -> None:
+    """Each stage is one line; what raises is written instead of its stage."""
+    import importlib.util
+
+    found = importlib.util.find_spec("torch")
+    places = list(getattr(found, "submodule_search_locations", None) or ())
+    compiled = [entry.name for place in places for entry in Path(place).glob("_C.*so")]
+    write(stage="found", origin=getattr(found, "origin", None), places=places, compiled=compiled)
+    if found is None:
+        return
+    began = seconds()
+    try:
+        import torch
+    except BaseException as error:
+        write(stage="import failed", kind=type(error).__name__, message=str(error), traceback=traceback.format_exc()[-6000:])
+        return
+    write(stage="imported", import_s=seconds() - began, file=getattr(torch, "__file__", None))
+    for stage, ask in (("build", _build), ("host", _host), ("libraries", _libraries), ("numpy", _numpy), ("cuda", _cuda)):
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            try:
+                answer = ask(torch)
+            except Exception as error:  # a half-installed torch lacks what every other has
+                answer = {"raised": f"{type(error).__name__}: {error}"}
+        write(stage=stage, **answer, warnings=[str(warning.message) for warning in heard])
+
+
+def _build(torch: Any) -> dict[str, Any]:
+    return {"version": str(torch.__version__), "cuda": torch.version.cuda, "hip": torch.version.hip, "debug": bool(torch.version.debug)}
+
+
+def _host(torch: Any) -> dict[str, Any]:
+    return {"threads": torch.get_num_threads(), "interop_threads": torch.get_num_interop_threads(),
+            "capability": torch.backends.cpu.get_cpu_capability(), "mkl": torch.backends.mkl.is_available(), "mkldnn": torch.backends.mkldnn.is_available(),
+            "openmp": torch.backends.openmp.is_available()}
+
+
+def _libraries(torch: Any) -> dict[str, Any]:
+    """Which files were really loaded: the loader's own answer, not what the search path promises."""
+    return {"loaded": sorted(set(LIBRARY.findall(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"))))}
+
+
+def _numpy(torch: Any) -> dict[str, Any]:
+    try:
+        import numpy
+    except ImportError as error:
+        return {"version": None, "why": str(error)}
+    return {"version": numpy.__version__, "works": torch.zeros(1).numpy().shape == (1,)}
+
+
+def _cuda(torch: Any) -> dict[str, Any]:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return {"available": False}
+    available = torch.cuda.is_available()
+    answer: dict[str, Any] = {"available": available, "archs": list(torch._C._cuda_getArchFlags().split()) if hasattr(torch._C, "_cuda_getArchFlags") else [],
+                              "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None, "nccl": None}
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        answer["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    if available:
+        answer["devices"] = []
+        for at in range(torch.cuda.device_count()):
+            seen = torch.cuda.get_device_properties(at)
+            answer["devices"].append({"name": seen.name, "capability": [seen.major, seen.minor], "memory_bytes": seen.total_memory,
+                                      "bfloat16": torch.cuda.is_bf16_supported()})
+        value = torch.ones(64, device="cuda")
+        answer["computes"] = float((value + value).sum().item()) == 128.0
+    return answer
+
+
+def main(path: str) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        def write(**record: Any) -> None:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+
+        look(write)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,69 @@
+"""Asks other programs what they know, all at once, each for a limited time. A program that hangs, crashes or is not there is an answer too."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import BinaryIO
+
+from flatout.launch.process import die_with_flatout
+from flatout.plan.sight import Ran
+
+MAX_BYTES = 1 << 20
+
+
+class Asked:
+    """One program that has been started. ``answer`` waits for it, and ends it and all of its group where it takes longer."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None, folder: str | None = None) -> None:
+        self._command = list(command)
+        self._process: subprocess.Popen[bytes] | None = None
+        # Files, not pipes: a program that says more than a pipe holds must not wait for us while we wait for another.
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        self._refused = ""
+        path = shutil.which(command[0])
+        if path is None:
+            return
+        # What is read are English words: another locale would translate them.
+        words = {**(os.environ if environment is None else environment), "LC_ALL": "C"}
+        try:
+            self._process = subprocess.Popen([path, *command[1:]], env=words, cwd=folder, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err,
+                                             start_new_session=True, preexec_fn=die_with_flatout)
+        except OSError as error:  # another architecture's binary, no memory for a process
+            self._refused = f"{path}: {error.strerror}"
+
+    def answer(self, limit_s: float) -> Ran:
+        if self._process is None:
+            return Ran(self._command, err=self._refused, there=bool(self._refused))
+        timed_out = False
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            self.end()
+        return Ran(self._command, None if timed_out else self._process.returncode, _text(self._out), _text(self._err), timed_out=timed_out)
+
+    def end(self) -> None:
+        """Itself and all of its group, if it still runs."""
+        if self._process is None:
+            return
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+        try:
+            self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            pass  # stuck in the kernel, as a broken driver leaves its callers: nobody can wait for that
+
+
+def _text(file: BinaryIO) -> str:
+    file.seek(0)
+    text = file.read(MAX_BYTES).decode(errors="replace")
+    file.close()
+    return text

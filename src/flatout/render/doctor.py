@@ -1,0 +1,104 @@
+"""What `flatout doctor` found, for a terminal: what is wrong with the command that mends it, then what is worth knowing, then what is fine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from flatout.plan.ceilings import CeilingsRecord
+from flatout.plan.sight import Check, Verdict
+from flatout.render.wording import NOTHING, figure, one_line, several
+
+BUSY_CORES = 0.5  # from here on the figures say more about the others than about the machine
+STYLES = {Verdict.PROBLEM: "bold red", Verdict.WARNING: "bold yellow", Verdict.NOTE: "bold", Verdict.UNSEEN: "dim", Verdict.OK: "green"}
+
+
+def doctor_page(checks: Sequence[Check]) -> RenderableType:
+    """Problems and warnings in full, notes with their command, the rest a line a theme."""
+    by_verdict = {verdict: [check for check in checks if check.verdict == verdict] for verdict in Verdict}
+    parts: list[RenderableType] = [_headline(by_verdict), ""]
+    for verdict in (Verdict.PROBLEM, Verdict.WARNING):
+        for check in by_verdict[verdict]:
+            parts += [*_in_full(check, STYLES[verdict]), ""]
+    if by_verdict[Verdict.NOTE]:
+        parts += [Text("notes", style="bold"), _notes(by_verdict[Verdict.NOTE]), ""]
+    for verdict in (Verdict.UNSEEN, Verdict.OK):
+        if by_verdict[verdict]:
+            parts += [Text(verdict.value, style=STYLES[verdict]), _by_theme(by_verdict[verdict]), ""]
+    return Group(*parts[:-1])
+
+
+def _headline(by_verdict: Mapping[Verdict, Sequence[Check]]) -> Text:
+    counts = [(several(len(by_verdict[verdict]), verdict.value), verdict) for verdict in (Verdict.PROBLEM, Verdict.WARNING) if by_verdict[verdict]]
+    if not counts:
+        return Text("this machine is ready", style="bold green")
+    words = " and ".join(count for count, _ in counts)
+    return Text(words if counts[0][1] == Verdict.PROBLEM else f"this machine is ready, with {words}", style=STYLES[counts[0][1]])
+
+
+def _in_full(check: Check, style: str) -> Iterable[RenderableType]:
+    yield Text.assemble((check.verdict, style), (f"  {check.code} {check.name}", "bold"), (f"  {check.theme}", "dim"))
+    yield Padding(Text(one_line(check.seen) + ".", overflow="fold"), (0, 0, 0, 4))
+    if check.why:
+        yield Padding(Text(one_line(check.why), style="dim", overflow="fold"), (0, 0, 0, 4))
+    for line in check.evidence[:6]:
+        yield Padding(Text("| " + one_line(line, 200), style="dim", overflow="fold"), (0, 0, 0, 6))
+    if check.mend:
+        yield _command(check.mend, 6)
+
+
+def _command(mend: str, indent: int) -> RenderableType:
+    # Never broken by us: a terminal wraps it by itself, and it still copies as one line.
+    return Text(" " * indent + one_line(mend, 2000), style="bold cyan", no_wrap=True, overflow="ignore")
+
+
+def _notes(checks: Sequence[Check]) -> RenderableType:
+    lines: list[RenderableType] = []
+    for check in checks:
+        lines.append(Padding(Text.assemble((f"{check.code} ", "dim"), one_line(check.seen), overflow="fold"), (0, 0, 0, 2)))
+        if check.mend:
+            lines.append(_command(check.mend, 8))
+    return Group(*lines)
+
+
+def _by_theme(checks: Sequence[Check]) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for theme, members in groupby(checks, key=lambda check: check.theme):
+        table.add_row(Text(f"  {one_line(theme)}", style="dim"), Text("; ".join(one_line(check.seen) for check in members)))
+    return table
+
+
+def ceilings_table(record: CeilingsRecord) -> RenderableType:
+    """The figures with their quartiles; those that could not be had say why."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name in ("figure", "device", "best", "quartiles", "n", "how"):
+        table.add_column(justify="right" if name in ("best", "quartiles", "n") else "left", overflow="fold")
+    table.add_row(*(Text(name, style="dim") for name in ("ceiling", "device", "best", "quartiles", "n", "how")))
+    for each in record.ceilings:
+        scale, unit = _unit(each.name)
+        values = [None if value is None else value / scale for value in (each.value, each.low, each.high)]
+        spread = NOTHING if None in values else f"{figure(values[1])} to {figure(values[2])}"
+        table.add_row(Text(_title(each.name)), Text(each.device), Text(f"{figure(values[0])} {unit}" if values[0] is not None else "not run"),
+                      Text(spread.replace(NOTHING, "-")), Text(str(each.n) if each.n else "-"), Text(one_line(each.note.removeprefix("not run: ")),
+                                                                                                     style="dim"))
+    busy = "" if record.busy_cores is None else f"; other programs kept {figure(record.busy_cores)} cores busy just before"
+    if (record.busy_cores or 0.0) > BUSY_CORES:
+        busy += ", so the machine can do more than this: measure again when it is idle"
+    return Group(Text("ceilings", style="bold"), Padding(table, (0, 0, 0, 2)), Text(f"  {several(record.threads, 'thread')}{busy}", style="dim"))
+
+
+def _unit(name: str) -> tuple[float, str]:
+    if name.endswith("_flops"):
+        return 1e9, "GFLOP/s"
+    return (1e9, "GB/s") if name.endswith("_bytes_per_s") else (1e-3, "ms")
+
+
+def _title(name: str) -> str:
+    return name.removesuffix("_flops").removesuffix("_bytes_per_s").removesuffix("_s").replace("_", " ")

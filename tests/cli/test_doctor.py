@@ -1,0 +1,200 @@
+"""`flatout doctor` as a command: on this machine, under real limits, with torch absent, hidden and really broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import flatout as package
+from flatout.cli import doctor
+from flatout.diagnose.doctor import ceilings
+from flatout.plan.ceilings import Ceiling, CeilingsRecord
+from flatout.plan.sight import Sight
+
+torch = pytest.importorskip("torch")
+
+HOME = str(Path(package.__file__).parent.parent)
+SITE = Path(torch.__file__).parent.parent
+LIGHT = {"PYTHONPATH": HOME}
+
+
+def verdicts(done) -> dict[str, dict]:
+    return {check["code"]: check for check in json.loads(done.out)["checks"]}
+
+
+def problems(found: dict[str, dict]) -> set[str]:
+    return {code for code, check in found.items() if check["verdict"] == "problem"}
+
+
+@pytest.fixture(scope="module")
+def here(flatout_in, tmp_path_factory):
+    """One look at this machine, as JSON, for several tests."""
+    cli = flatout_in(tmp_path_factory.mktemp("doctor") / "work")
+    return cli, cli("doctor", "--json", env=LIGHT)
+
+
+def test_this_machine(here):
+    _, done = here
+    found = verdicts(done)
+    seen = json.loads(done.out)["sight"]
+    assert done.code == (1 if problems(found) else 0)
+    assert found["FD010"]["verdict"] == "ok", found["FD010"]
+    assert seen["torch"]["build"]["version"] == torch.__version__
+    assert found["FD018"]["verdict"] in ("ok", "note")  # a machine may have two OpenMP runtimes
+    assert str(len(os.sched_getaffinity(0))) in found["FD060"]["seen"]
+    assert not [check for check in found.values() if "mistake" in check["seen"]]
+    assert done.left == []
+
+
+def test_replay_says_the_same(here):
+    """What was printed there is judged here, to the same words and the same exit code."""
+    cli, done = here
+    (cli.folder / "machine.json").write_text(done.out, encoding="utf-8")
+    again = cli("doctor", "--replay", "machine.json", "--json", env=LIGHT)
+    assert json.loads(again.out) == json.loads(done.out)
+    assert again.code == done.code
+
+
+def test_a_problem_is_shown_with_its_command(here):
+    """Problems first, the command in one piece however narrow the terminal, and exit code 1."""
+    cli, done = here
+    data = json.loads(done.out)
+    data["sight"]["files"]["/proc/self/mountinfo"] += "999 1 0:99 / /dev/shm rw - tmpfs shm rw,size=65536k\n"
+    data["sight"]["environment"]["CUDA_LAUNCH_BLOCKING"] = "1"
+    data["sight"]["python"]["libc"] = ["glibc", "2.17"]
+    (cli.folder / "small.json").write_text(json.dumps(data), encoding="utf-8")
+    shown = cli("doctor", "--replay", "small.json", env={**LIGHT, "COLUMNS": "60"})
+    assert shown.code == 1
+    lines = shown.out.splitlines()
+    assert lines[0].startswith("2 problems and ")
+    assert shown.out.index("FD050") < shown.out.index("FD071") < shown.out.index("FD100") < shown.out.index("\nok\n")
+    assert '      docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash' in lines
+    assert "      docker run --shm-size=8g ..." in lines
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"sight": []}', '{"sight": {"schema": 99}}'])
+def test_what_is_no_record_is_refused(here, text):
+    cli, _ = here
+    (cli.folder / "other.json").write_text(text, encoding="utf-8")
+    done = cli("doctor", "--replay", "other.json", env=LIGHT)
+    assert done.code == 2
+    assert done.said == ["flatout: other.json holds nothing that `flatout doctor --json` has printed. Make one with `flatout doctor --json > other.json`."]
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """`flatout doctor --bench` with a look and a measurement that take no time; what is done with them is the command's own."""
+    record = CeilingsRecord("0123456789ab", threads=2, busy_cores=1.5, ceilings=[
+        Ceiling("matmul_float32_flops", "cpu", 30.6e9, 22.7e9, 26.1e9, 7, "1024 x 1024"),
+        Ceiling("disk_read_bytes_per_s", "cpu", 1.46e9, 0.7e9, 1.3e9, 3, "[red]x"),
+        Ceiling("loader_start_s", "cpu", 0.183, 0.168, 0.193, 5, "one worker"), Ceiling("matmul_tf32_flops", "cpu", note="not run: Tensor Cores are needed")])
+
+    def measure(facts, folder, tell):
+        tell("[red]things")
+        return record
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "_seen", Sight)
+    monkeypatch.setattr(ceilings, "measure", measure)
+    return record, tmp_path / "flatout" / "ceilings-0123456789ab.json", lambda *words: CliRunner().invoke(doctor.command, words, standalone_mode=False)
+
+
+def test_ceilings_are_shown_and_kept(bench):
+    record, path, run = bench
+    done = run("--bench")
+    assert done.return_value == 0
+    rows = [line.split() for line in done.output.splitlines()]
+    assert ["matmul", "float32", "cpu", "30.6", "GFLOP/s", "22.7", "to", "26.1", "7"] in [row[:9] for row in rows]
+    assert ["disk", "read", "cpu", "1.46", "GB/s"] in [row[:5] for row in rows]
+    assert ["loader", "start", "cpu", "183", "ms", "168", "to", "193", "5"] in [row[:9] for row in rows]
+    assert ["matmul", "tf32", "cpu", "not", "run", "-", "-"] in [row[:7] for row in rows]
+    assert "measuring: [red]things" in done.output
+    assert "other programs kept 1.50 cores busy just before" in done.output
+    assert CeilingsRecord.from_json(json.loads(path.read_text())) == record
+
+
+def test_ceilings_as_json(bench):
+    record, path, run = bench
+    assert json.loads(run("--bench", "--json").output)["ceilings"] == record.to_json()
+    assert path.is_file()
+
+
+def test_another_machine_is_not_measured(bench):
+    _, path, run = bench
+    refused = run("--bench", "--replay", "x.json")
+    assert "leave one of them out" in str(refused.exception)
+    assert not path.exists()
+
+
+def test_under_real_limits_with_torch_hidden(flatout):
+    """Few open files, no room for core dumps asked for, one core, and a torch.py beside the script: all of them really so."""
+    (flatout.folder / "torch.py").write_text("raise RuntimeError('this is not torch')\n", encoding="utf-8")
+    limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); " \
+              "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    # -P: the command itself, as the installed script does, does not look for modules in the working folder.
+    done = flatout("-c", limited, "-P", "-m", "flatout", "doctor", "--json", python=[sys.executable],
+                   env={**LIGHT, "OMP_NUM_THREADS": "64", "LD_PRELOAD": "/no/such.so",
+                   "CUDA_LAUNCH_BLOCKING": "1", "SECRET_TOKEN": "do not tell", "NCCL_API_KEY": "do not tell"})
+    found = verdicts(done)
+    assert done.code == 1
+    assert {"FD003", "FD010", "FD080"} <= problems(found)
+    assert "torch.py" in found["FD003"]["mend"]
+    assert "this is not torch" in found["FD010"]["seen"]
+    assert "128 files" in found["FD080"]["seen"]
+    assert "1 core(s)" in found["FD064"]["seen"]
+    assert found["FD064"]["mend"] == "export OMP_NUM_THREADS=1"
+    assert "/no/such.so" in found["FD075"]["seen"]
+    assert found["FD100"]["mend"] == "unset CUDA_LAUNCH_BLOCKING"
+    assert "do not tell" not in done.out
+
+
+def linked(folder: Path, without: tuple[str, ...]) -> Path:
+    """A folder of packages like that of this Python, of links, without the ones that are named."""
+    folder.mkdir()
+    for entry in SITE.iterdir():
+        if not entry.name.startswith(without) and not entry.name.endswith(".pth"):
+            (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+def bare(*words: str) -> list[str]:
+    """This Python without its own packages: what is there is what PYTHONPATH names."""
+    return [sys.executable, "-S", "-m", "flatout", *words]
+
+
+def test_torch_is_not_installed(flatout, tmp_path):
+    packages = linked(tmp_path / "packages", ("torch", "flatout", "__editable__"))
+    done = flatout(python=bare("doctor", "--json"), env={"PYTHONPATH": f"{HOME}:{packages}"})
+    found = verdicts(done)
+    assert found["FD010"]["seen"] == "torch is not installed for this Python"
+    assert found["FD010"]["mend"] == "pip install torch"
+    assert {code for code in ("FD011", "FD012", "FD014", "FD024") if found[code]["verdict"] != "not seen"} == set()
+    assert done.code == 1
+
+
+def test_a_cuda_library_is_missing(flatout, tmp_path):
+    """The real torch, whose libraries look for those of NVIDIA beside them, in a place where one of them is gone."""
+    if torch.version.cuda is None:
+        pytest.skip("not run: this torch was built for the CPU and needs no CUDA library")
+    packages = linked(tmp_path / "packages", ("torch", "nvidia", "flatout", "__editable__"))
+    for name in (entry.name for entry in SITE.iterdir() if entry.name.startswith("torch-")):
+        (packages / name).symlink_to(SITE / name)
+    ours = packages / "torch"
+    (ours / "lib").mkdir(parents=True)
+    for entry in (SITE / "torch").iterdir():
+        if entry.name != "lib":
+            (ours / entry.name).symlink_to(entry)
+    for entry in (SITE / "torch" / "lib").iterdir():
+        (ours / "lib" / entry.name).symlink_to(entry)
+    done = flatout(python=bare("doctor", "--json"), env={"PYTHONPATH": f"{HOME}:{packages}"})
+    found = verdicts(done)["FD010"]
+    assert found["verdict"] == "problem"
+    assert ".so" in found["seen"]
+    assert "which torch needs, was not found: nvidia-" in found["seen"]
+    assert found["mend"].startswith("pip install --force-reinstall torch==")
+    assert any("ImportError" in line or "OSError" in line for line in found["evidence"])

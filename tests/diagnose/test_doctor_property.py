@@ -1,0 +1,98 @@
+"""Whatever a Sight lacks and whatever garbage it holds: no question breaks, and none calls fine what it could not see."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import healthy, without_gpu
+
+from flatout.diagnose.doctor.examining import TABLE, examine
+from flatout.plan.sight import Ran, Sight, Verdict
+
+# No text of letters, blanks and breaks is an answer of any kernel, program or library.
+GARBAGE = st.text(st.sampled_from("abcxyz \n\t<&\x00\ufffd"), max_size=60)
+JUNK = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(allow_nan=True), GARBAGE, st.lists(GARBAGE, max_size=2),
+                 st.dictionaries(GARBAGE, GARBAGE, max_size=2))
+
+
+def spoiled(need: str, text: str | None) -> Sight:
+    """The healthy machine, with one thing that a question needs removed (None) or replaced by a text that means nothing."""
+    sight = healthy()
+    kind, _, rest = need.partition(" ")
+    if kind == "file":
+        sight.files[rest] = text
+    elif kind == "run":
+        sight.runs[rest] = Ran([rest], 0, text or "", text or "") if text is not None else sight.runs.pop(rest)
+        if text is None:
+            del sight.runs[rest]
+    elif kind == "folder":
+        sight.folders[rest] = None
+    elif kind == "disk":
+        del sight.disks[rest]
+    elif kind == "torch":
+        sight.torch[rest] = text if text is None else {"version": text, "loaded": text, "cudnn": text}
+    elif kind == "python":
+        sight.python[rest] = None if text is None else [text] if rest in ("libc", "path") else text
+    else:
+        vars(sight)[need] = None if need != "working_folder" else ""
+    return sight
+
+
+NEEDED = sorted({(question.code, need) for question in TABLE for need in question.needs})
+BY_CODE = {question.code: question for question in TABLE}
+# What is a name or a list, and nothing that could be misunderstood; and what is asked for beside the text that decides.
+FREE = {("FD002", "python prefix"), ("FD002", "python path"), ("FD018", "python path"), ("FD041", "python version"), ("FD041", "python path"),
+        ("FD010", "run import torch"), ("FD039", "run nvidia-smi topology"), ("FD062", "folder /sys/devices/system/cpu/cpu0")}
+
+
+@pytest.mark.parametrize(("code", "need"), NEEDED, ids=[f"{code}-{need}" for code, need in NEEDED])
+def test_what_is_missing_is_not_fine(code, need):
+    assert BY_CODE[code].answer(spoiled(need, None)).verdict == Verdict.UNSEEN
+
+
+@settings(max_examples=20)
+@given(text=GARBAGE)
+def test_garbage_is_not_fine(text):
+    for code, need in NEEDED:
+        if (code, need) not in FREE:
+            found = BY_CODE[code].answer(spoiled(need, text))
+            assert found.verdict != Verdict.OK, (need, text, found)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_mutilated_sight_never_breaks_a_question(data):
+    """Any field, at any depth, may be gone or be something else: as JSON from another machine, another version, a careless hand."""
+    record = json.loads(json.dumps(data.draw(st.sampled_from([healthy(), without_gpu()])).to_json()))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place, keys = record, []
+        while isinstance(place, dict) and place and (not keys or data.draw(st.booleans())):
+            keys.append(data.draw(st.sampled_from(sorted(place))))
+            parent, place = place, place[keys[-1]]
+        if data.draw(st.booleans()):
+            del parent[keys[-1]]
+        else:
+            parent[keys[-1]] = data.draw(JUNK)
+    try:
+        sight = Sight.from_json(record)
+    except (TypeError, AttributeError):
+        return  # refused as a whole, with a message: no Sight
+    for check in examine(sight):
+        assert "flatout's own mistake" not in check.seen, check
+
+
+def test_a_question_that_breaks_is_not_fine(monkeypatch):
+    import dataclasses
+
+    import flatout.diagnose.doctor.examining as doctor
+
+    def broken(sight):
+        raise KeyError("x")
+
+    monkeypatch.setattr(doctor, "TABLE", (dataclasses.replace(TABLE[0], ask=broken), *TABLE[1:]))
+    first, *others = doctor.examine(healthy())
+    assert (first.verdict, first.seen) == ("not seen", "flatout's own mistake: KeyError: 'x'")
+    assert {check.verdict for check in others} == {"ok"}

@@ -1,0 +1,37 @@
+"""Sights that were really taken (names of folders and machines changed): each judged as it was there.
+
+    virtual_machine             2 cores, no GPU, torch 2.14.1 for CUDA 13.0, control groups of version 1
+    limited_container           the same with 64 MiB of /dev/shm, a memory limit of 2 GB, one core, 1,024 open files
+    library_missing             torch's links to NVIDIA's libraries lead nowhere
+    torch_of_another_python     a Python 3.12 that finds the packages of a Python 3.11
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flatout.diagnose.doctor.examining import examine
+from flatout.plan.sight import Sight
+
+HERE = Path(__file__).parent / "recorded"
+
+
+@pytest.mark.parametrize(("name", "alarms"), [
+    ("virtual_machine", {}),
+    ("limited_container", {"FD064": "export OMP_NUM_THREADS=1", "FD070": "docker run --memory 32g ...", "FD071": "docker run --shm-size=8g ...",
+                           "FD080": "echo '* - nofile 65536' | tee /etc/security/limits.d/flatout.conf"}),
+    ("library_missing", {"FD010": "pip install --force-reinstall torch==2.14.1"}),
+    ("torch_of_another_python", {"FD010": "unset PYTHONPATH"}),
+])
+def test_a_recorded_machine(name, alarms):
+    checks = {check.code: check for check in examine(Sight.from_json(json.loads((HERE / f"{name}.json").read_text(encoding="utf-8"))))}
+    assert {code: check.mend for code, check in checks.items() if check.verdict in ("problem", "warning")} == alarms
+    assert checks["FD020"].verdict == "note"  # no GPU, and nothing wrong with that
+    assert not [check for check in checks.values() if "mistake" in check.seen]
+
+
+def test_every_recording_is_judged():
+    assert {path.stem for path in HERE.iterdir()} == {"virtual_machine", "limited_container", "library_missing", "torch_of_another_python"}

@@ -1,0 +1,86 @@
+"""Importing torch in a child: whatever stands in its place and however it ends, the look goes on and says what happened."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from flatout.diagnose.doctor.examining import examine
+from flatout.diagnose.doctor.seeing import Look
+
+
+@pytest.fixture
+def look(monkeypatch, tmp_path):
+    """``look(source)``: the checks by code, in a folder where torch.py is that source."""
+    def looked(source: str, limit_s: float = 20.0):
+        (tmp_path / "torch.py").write_text(source, encoding="utf-8")
+        monkeypatch.chdir(tmp_path)
+        with Look() as looking:
+            return {check.code: check for check in examine(looking.take(limit_s))}
+
+    return looked
+
+
+def test_nothing_heavy_is_loaded_here():
+    """Neither for the command nor for what the child does before it imports torch."""
+    code = """
+from flatout.cli.doctor import command
+import flatout.diagnose.doctor.torch_child
+from flatout.plan.sight import Sight
+from flatout.probe.gather import gather
+from flatout.diagnose.doctor.examining import examine
+examine(gather(Sight()))
+import sys
+heavy = {"torch", "numpy", "jinja2", "tomlkit", "pynvml"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_leaving_ends_the_children(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("import os, time\nopen('number', 'w').write(str(os.getpid()))\ntime.sleep(600)", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with Look():
+        until = time.monotonic() + 20
+        while not (tmp_path / "number").exists() or not (tmp_path / "number").read_text():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{(tmp_path / 'number').read_text()}")
+
+
+def test_it_hangs(look):
+    found = look("import time\nprint('connecting', flush=True)\ntime.sleep(600)", limit_s=1.5)["FD010"]
+    assert (found.verdict, found.evidence) == ("problem", ["connecting"])
+    assert "had not ended when it was stopped" in found.seen
+
+
+@pytest.mark.parametrize(("source", "seen"), [
+    ("import os, signal\nos.kill(os.getpid(), signal.SIGILL)", "was ended by SIGILL: the processor lacks an instruction"),
+    ("import os\nos._exit(7)", "exit code 7"),
+    ("raise SystemExit('no licence')", "SystemExit: no licence"),
+    ("def f(:", "SyntaxError: "),
+    ("import no_such_module_x", "torch needs the module no_such_module_x, which is not installed"),
+    ("import torch\ntorch.nn", "takes the place of torch while it is being imported"),
+    ("x = 1", "is not torch: AttributeError"),
+])
+def test_it_ends_in_its_own_way(look, source, seen):
+    found = look(source)
+    assert found["FD003"].verdict == "problem"
+    assert found["FD018"].verdict == found["FD024"].verdict == "not seen"
+    assert found["FD010"].verdict == "problem"
+    assert seen in found["FD010"].seen
+
+
+def test_the_working_folder_is_gone(monkeypatch, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    os.rmdir(gone)
+    with Look() as looking:
+        found = {check.code: check for check in examine(looking.take())}
+    assert found["FD003"].verdict == found["FD091"].verdict == "not seen"

@@ -1,0 +1,99 @@
+"""The ceilings are really measured: small sizes, the real kernels, a real file, real processes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flatout.diagnose.doctor import ceilings
+from flatout.measure import bench
+from flatout.plan.ceilings import NAMES, Ceiling
+from flatout.plan.errors import NothingMeasured
+from flatout.plan.facts import Facts
+from flatout.plan.folder import json_lines
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Sizes that a test can afford; what is done with them is the same."""
+    monkeypatch.setattr(bench, "LONG_ENOUGH_MS", 2.0)
+    monkeypatch.setattr(bench, "MULTIPLY_MS", 0.5)
+    monkeypatch.setattr(bench, "LARGEST", {"cpu": 512, "cuda": 512})
+    monkeypatch.setattr(bench, "ARRAY_BYTES", {"cpu": 2**20, "cuda": 2**20})
+    monkeypatch.setattr(bench, "FILE_BYTES", 2**24)
+    monkeypatch.setattr(bench, "LOADER_STARTS", 2)
+
+
+def test_every_figure_of_the_host(small, tmp_path):
+    before = torch.get_float32_matmul_precision()
+    found = {each.name: each for each in bench.on_host(torch, tmp_path)}
+    assert set(found) == set(NAMES) - {"all_reduce_bytes_per_s"}
+    absent = {name for name, each in found.items() if each.value is None}
+    assert absent == {"matmul_tf32_flops", "host_to_device_pinned_bytes_per_s", "host_to_device_pageable_bytes_per_s"}
+    assert all(found[name].note.startswith("not run: ") for name in absent)
+    for name in set(found) - absent:
+        each = found[name]
+        assert 0 < each.low <= each.high, each
+        assert each.value == pytest.approx(each.high) or each.value > each.low, each
+        assert each.n >= 2
+    assert "page cache" in found["disk_read_bytes_per_s"].note
+    assert list(tmp_path.iterdir()) == []
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_product_is_counted_as_two_operations_an_element(monkeypatch):
+    """1,000 products of 256 x 256 in a second are 33.6 GFLOP/s: the clock is replaced, nothing else."""
+    class Clock:
+        now = 0.0
+
+        def mark(self):
+            return Clock.now
+
+        def elapsed_ms(self, start, end):
+            return end - start
+
+        def settle(self):
+            pass
+
+    def mm(a, b, out):
+        Clock.now += 1.0
+
+    monkeypatch.setattr(bench, "clock_for", lambda *_: Clock())
+    monkeypatch.setattr(bench, "MULTIPLY_MS", 0.5)
+    monkeypatch.setattr(torch, "mm", mm)
+    found = bench.matmul(torch, "cpu", "float32")
+    assert (found.value, found.n) == (pytest.approx(1000 * 2 * 256**3), 7)
+
+
+def test_a_disk_without_room_is_not_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "FILE_BYTES", 1)
+    assert bench.disk(tmp_path).note.startswith("not run: too little room")
+    assert bench.disk(tmp_path / "none").note.startswith("not run: ")
+
+
+def test_two_processes_reduce(tmp_path):
+    import os
+
+    found = ceilings._all_reduce(tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert found.value is not None, found.note
+    assert found.value > 0
+    assert "gloo, 2 processes" in found.note or "nccl, 2 processes" in found.note
+
+
+def test_without_torch_nothing_is_measured(monkeypatch, tmp_path):
+    """The error names the cause and the next command."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ceilings.__file__.rpartition('/flatout/')[0]}")
+    with pytest.raises(NothingMeasured, match=r"libcudart\.so\.13.*`flatout doctor` says what is wrong"):
+        ceilings.measure(Facts(cores=1), tmp_path, lambda words: None)
+
+
+def test_a_child_that_was_ended_keeps_its_figures(tmp_path):
+    path = tmp_path / "figures.jsonl"
+    whole = json.dumps({"ceiling": Ceiling("matmul_float32_flops", "cpu", 1.0).to_json()})
+    path.write_text(f'{{"threads": 2}}\n{whole}\n{whole[:20]}', encoding="utf-8")
+    assert len(json_lines(path)) == 2
+    assert json_lines(tmp_path / "none") == []
