@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+TYPE_CHECKING = False  # every program under `flatout run` reads this file, and typing takes longer to import than all the rest
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 _ABSENT = object()
 

@@ -10,13 +10,26 @@ SITE = Path(__file__).resolve().parent.parent / "capture" / "site"
 
 # A trial must not report to anybody's experiment tracker.
 QUIET = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "COMET_OFFLINE": "1", "MLFLOW_TRACKING_URI": "", "CLEARML_OFFLINE_MODE": "1"}
+EXPLAIN = "flatout.cli.underneath:explain"
 
 
-def attached(job: Path, extra: Mapping[str, str]) -> dict[str, str]:
-    """The present environment, with the job named and our site folder first on PYTHONPATH; ``extra`` wins."""
+def attached(job: Path, extra: Mapping[str, str], becomes: bool = False) -> dict[str, str]:
+    """The present environment, with the job named and our site folder first on PYTHONPATH; ``extra`` wins.
+
+    ``becomes`` says that this process will be replaced by the program, and not start it as a child.
+    """
+    return {**listening(Path(f"{job}.explained"), becomes), "FLATOUT_JOB": str(job), **extra}
+
+
+def listening(told: Path, becomes: bool) -> dict[str, str]:
+    """The present environment, with our site folder first on PYTHONPATH for the explanation under a traceback, and for nothing else.
+
+    ``told`` will be made by the one process of the program that explains its death.
+    """
     environment = dict(os.environ)
     before = environment.get("PYTHONPATH", "")
     environment["PYTHONPATH"] = f"{SITE}{os.pathsep}{before}" if before else str(SITE)
-    environment["FLATOUT_JOB"] = str(job)
-    environment.update(extra)
+    environment["FLATOUT_EXPLAIN"] = EXPLAIN
+    environment["FLATOUT_TOLD"] = str(told)
+    environment["FLATOUT_FIRST"] = str(os.getpid()) if becomes else ""
     return environment

@@ -1,6 +1,6 @@
 """Python imports this file at start-up because its folder is first on PYTHONPATH. It must never harm a program.
 
-Without FLATOUT_JOB it does nothing but hand over to the sitecustomize that it hides.
+Without FLATOUT_JOB and FLATOUT_EXPLAIN it does nothing but hand over to the sitecustomize that it hides.
 """
 
 import os
@@ -8,28 +8,42 @@ import sys
 
 
 def _enter() -> None:
-    job = os.environ.get("FLATOUT_JOB")
-    if not job or not os.path.exists(job):  # the run it belonged to is over
+    job, entry = os.environ.get("FLATOUT_JOB"), os.environ.get("FLATOUT_EXPLAIN")
+    if job and not os.path.exists(job):  # the run it belonged to is over
+        job = None
+    if not job and not entry:
         return
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    if home not in sys.path:  # last, so that nothing of the program's own is hidden
+    added = home not in sys.path
+    if added:  # last, so that nothing of the program's own is hidden
         sys.path.append(home)
     try:
-        from flatout.capture import bootstrap
+        if job:
+            from flatout.capture import bootstrap
 
-        bootstrap.install(job)
+            bootstrap.install(job)
     except Exception as error:
         sys.stderr.write(f"flatout: could not attach ({type(error).__name__}: {error}); the program runs as it is\n")
+    try:
+        if entry:
+            from flatout.capture import lastwords
+
+            lastwords.install(entry, home)
+    except Exception:
+        pass  # a program that runs through never needs it
+    if added and not job:  # what only waits for the end leaves the path as it found it
+        sys.path.remove(home)
 
 
 def _hand_over() -> None:
-    from importlib.machinery import PathFinder
-    from importlib.util import module_from_spec
-
     here = os.path.dirname(os.path.abspath(__file__))
     elsewhere = [path for path in sys.path if os.path.abspath(path or ".") != here]
-    spec = PathFinder.find_spec("sitecustomize", elsewhere)
+    # The finder that Python has already: importlib.machinery and importlib.util take milliseconds, and mostly nothing is hidden.
+    finder = next((finder for finder in sys.meta_path if getattr(finder, "__name__", "") == "PathFinder"), None)
+    spec = finder.find_spec("sitecustomize", elsewhere) if finder is not None else None
     if spec is not None and spec.loader is not None:
+        from importlib.util import module_from_spec
+
         hidden = module_from_spec(spec)
         sys.modules["sitecustomize"] = hidden
         spec.loader.exec_module(hidden)

@@ -1,0 +1,99 @@
+"""`flatout explain` over failures that are really provoked, and over recorded ones of what cannot be provoked here.
+
+    python bench/explain.py
+
+Each program of tests/diagnose/provoked.py dies in a process of its own making; it is explained from the dying process and from the text of its
+traceback, and its mended twin is run. The texts of tests/diagnose/recorded.py are explained only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from provenance import ROOT, markdown_table, stamp, write_result
+
+sys.path.insert(0, str(ROOT / "tests" / "diagnose"))
+
+from provoked import PROGRAMS
+from recorded import RECORDED
+
+from flatout.diagnose.explain import explain, explain_text
+from flatout.diagnose.failures import TABLE
+from flatout.plan.failure import FailureRecord
+
+PROVOKED = ROOT / "tests" / "diagnose" / "provoked.py"
+
+
+def provoke() -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "seen.json"
+        subprocess.run([sys.executable, str(PROVOKED), str(out), *PROGRAMS], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+        return json.loads(out.read_text())
+
+
+def rows() -> list[dict]:
+    found = []
+    for seen in provoke():
+        record = FailureRecord(signal=seen["signal"]) if "signal" in seen else FailureRecord.from_json(seen["live"])
+        live = explain(record)
+        told = explain_text(seen["text"]) if seen["text"] else []
+        found.append({
+            "kind": seen["code"], "failure": seen["name"].replace("_", " "), "how": "provoked", "said": live.said if live else "",
+            "live": _verdict([live.rule] if live else [], seen["code"]),
+            "text": _verdict([one.finding.rule for one in told], seen["code"]) if seen["text"] else "no text",
+            "mend": f"not run here: {seen['tried']}" if seen["tried"] else "runs" if not seen["mended"] else "FAILS"})
+    for one in RECORDED:
+        told = explain_text(one.text)
+        found.append({"kind": one.code, "failure": one.source, "how": "recorded", "live": f"not run here: {one.needs}", "mend": f"not run here: {one.needs}",
+                      "text": _verdict([each.finding.rule for each in told], one.code), "said": told[0].finding.said if told else ""})
+    return sorted(found, key=lambda row: (int(row["kind"][2:]), row["how"]))
+
+
+def _verdict(rules: list[str], wanted: str) -> str:
+    return "right" if rules == [wanted] else "unknown" if not rules else f"WRONG: {', '.join(rules)}"
+
+
+def _count(rows: list[dict], column: str, value: str) -> int:
+    return sum(row[column] == value for row in rows)
+
+
+def _kinds(rows: list[dict]) -> int:
+    return len({row["kind"] for row in rows})
+
+
+def main() -> None:
+    made = stamp()
+    found = rows()
+    provoked = [row for row in found if row["how"] == "provoked"]
+    recorded = [row for row in found if row["how"] == "recorded"]
+    kinds = {row["kind"] for row in found}
+    neither = [f"{kind.code} {kind.name}" for kind in TABLE if kind.code not in kinds]
+    tried = [row for row in provoked if not row["mend"].startswith("not run")]
+    names = {kind.code: kind.name for kind in TABLE}
+    header = ("kind", "failure", "how", "in the dying process", "from the text", "mend tried", "what is said")
+    columns = ("failure", "how", "live", "text", "mend", "said")
+    table = markdown_table(header, [(f"{row['kind']} {names[row['kind']]}", *(row[column] for column in columns)) for row in found])
+    page = f"""# Failures explained
+
+{len(provoked)} failures of {_kinds(provoked)} kinds were really provoked: {_count(provoked, 'live', 'right')} explained rightly in the dying process,
+{_count(provoked, 'text', 'right')} of {len(provoked) - _count(provoked, 'text', 'no text')} rightly from the text of their traceback
+(those that a signal ends have none). Of {len(tried)} mended twins {_count(tried, 'mend', 'runs')} run through.
+
+{len(recorded)} texts from public reports, of {_kinds(recorded)} kinds that need a GPU, several machines or a broken installation, are explained
+only (*not run here*): {_count(recorded, 'text', 'right')} rightly.
+
+Of {len(TABLE)} kinds {len(neither)} have been neither provoked nor recorded{': ' + ', '.join(neither) if neither else ''}.
+
+{table}
+"""
+    text, _ = write_result("explain", {**made, "slug": "cpu"}, page, {"rows": found})
+    print(f"{text}: {len(provoked)} provoked, {len(recorded)} recorded")
+
+
+if __name__ == "__main__":
+    main()

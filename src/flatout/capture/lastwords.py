@@ -1,0 +1,95 @@
+"""What a program says when it dies: after its own traceback, unchanged, an explanation that is computed only then.
+
+The explanation comes from an entry ("module:function") named by FLATOUT_EXPLAIN, which is called with the exception and answers lines. At
+the start of a program nothing but this file is read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+
+from flatout.capture.ledger import Ledger
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+REPORTS_OF_OTHERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
+
+
+class LastWords:
+    """Hears of the exception that ends this process. One process of a run speaks, and the first one always."""
+
+    def __init__(self, entry: str, home: str) -> None:
+        self.entry, self.home = entry, home
+        self.told = os.environ.get("FLATOUT_TOLD", os.devnull)  # made by the process that speaks
+        self.first = os.environ.get("FLATOUT_FIRST", "")
+        self.ledger = Ledger()
+        self.heard = False
+        self.before = self.ledger.set(sys, "excepthook", self.hear)
+
+    def hear(self, kind: Any, error: Any, trace: Any) -> None:
+        self.heard = True
+        self.before(kind, error, trace)
+        self.explain(error)
+
+    def leave(self) -> None:
+        """At the end: a program that has put a hook of its own in the place of ours has died unheard."""
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        # Test runners and debuggers set last_value for what they caught; what really ended the program went through the hook.
+        if not self.heard and error is not None and sys.excepthook != self.hear:
+            self.explain(error)
+        if self._is_first():
+            try:
+                os.unlink(self.told)
+            except OSError:
+                pass
+
+    def explain(self, error: BaseException) -> None:
+        """Never raises, and never keeps anybody from leaving."""
+        if not isinstance(error, Exception):
+            return  # KeyboardInterrupt, SystemExit and their like are no failures
+        try:
+            if os.path.exists(self.told) and (not self._is_first() or type(error).__name__ in REPORTS_OF_OTHERS):
+                return
+            lines = self._lines(error)
+            if lines and self._may_speak():
+                from flatout.capture.bootstrap import say
+
+                for line in lines:
+                    say(line)
+        except BaseException:
+            return
+
+    def _lines(self, error: BaseException) -> list[str]:
+        """Asks the entry, and once more where something broke in: torch's handler of SIGCHLD raises wherever the process happens to be."""
+        import importlib
+
+        if self.home not in sys.path:
+            sys.path.append(self.home)
+        module, function = self.entry.split(":")
+        for left in (1, 0):
+            try:
+                lines: list[str] = getattr(importlib.import_module(module), function)(error)
+                return lines
+            except Exception:
+                if not left:
+                    raise
+        return []
+
+    def _may_speak(self) -> bool:
+        try:
+            os.close(os.open(self.told, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0), 0o600))
+        except OSError:
+            return self._is_first()
+        return True
+
+    def _is_first(self) -> bool:
+        return self.first == str(os.getpid())
+
+
+def install(entry: str, home: str) -> None:
+    """Called at the start of a Python process of a run."""
+    atexit.register(LastWords(entry, home).leave)

@@ -1,0 +1,82 @@
+"""`flatout explain`: what an error means, where, and what mends it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import click
+
+from flatout.diagnose.explain import Told, explain_text, lines
+from flatout.diagnose.failures import TABLE
+from flatout.diagnose.logs import gather
+from flatout.plan.errors import UsageError
+
+CODE = re.compile(r"FE\d{3}")
+UNKNOWN = 1
+USAGE = """give the error's text, a file, or - for standard input:
+  flatout explain train.log
+  flatout explain "RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10)"
+  python train.py 2>&1 | tee train.log | flatout explain -
+  flatout explain FE020                      the page of one kind"""
+
+
+@click.command()
+@click.argument("words", metavar="[ERROR TEXT|FILE|-|FE...]", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="The explanations as JSON.")
+def command(words: tuple[str, ...], as_json: bool) -> int:
+    """Explain an error: the cause in one sentence, the line of your own code, and what mends it.
+
+    Takes a traceback or a log, of one process or of many ranks. Leaves with 0 where something is explained, with 1 where the error is not
+    known; then nothing is guessed.
+    """
+    if len(words) == 1 and CODE.fullmatch(words[0]):
+        click.echo(_page(words[0]))
+        return 0
+    told = explain_text(_text(words))
+    if as_json:
+        click.echo(json.dumps([{**one.finding.to_json(), "ranks": one.ranks} for one in told], indent=1))
+    elif told:
+        click.echo("\n\n".join(_paragraph(one) for one in told))
+    else:
+        click.echo("This failure is not one that flatout knows; it does not guess. Its kinds: docs/errors/README.md.")
+    return 0 if told else UNKNOWN
+
+
+def _text(words: tuple[str, ...]) -> str:
+    if not words and sys.stdin.isatty():
+        raise UsageError(USAGE)
+    if not words or words == ("-",):
+        return gather(io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="replace"))
+    if len(words) == 1 and _is_path(words[0]):
+        try:
+            with open(words[0], encoding="utf-8", errors="replace") as file:
+                return gather(file)
+        except OSError as error:
+            raise UsageError(f"{words[0]} cannot be read: {error.strerror}. Give a log, an error's text, or - for standard input.") from None
+    return " ".join(words)
+
+
+def _is_path(word: str) -> bool:
+    """Whether one word names a file, or was meant to: an error's text has blanks or a colon."""
+    try:
+        if Path(word).exists():
+            return True
+    except (OSError, ValueError):  # a text that is too long for a name
+        return False
+    return "\n" not in word and not re.search(r"[\s:]", word) and bool(re.search(r"/|\.(?:log|txt|out|err)$", word))
+
+
+def _paragraph(told: Told) -> str:
+    first, *others = lines(told.finding, told.ranks)
+    return "\n".join([f"{told.finding.rule} {told.finding.name}: {first}", *others])
+
+
+def _page(code: str) -> str:
+    kind = next((kind for kind in TABLE if kind.code == code), None)
+    if kind is None:
+        raise UsageError(f"there is no kind {code}. They go from {TABLE[0].code} to {TABLE[-1].code}; docs/errors/README.md lists them.")
+    return f"{kind.code} {kind.name}\n\n{kind.page.strip()}"

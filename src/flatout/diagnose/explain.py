@@ -1,0 +1,76 @@
+"""From a failure to its Finding: the first kind that knows it. What no kind knows is unknown, and nothing is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from flatout.diagnose.failures import TABLE
+from flatout.diagnose.kind import Kind
+from flatout.diagnose.tracebacks import clean, read, unfolded
+from flatout.plan.failure import FailureRecord
+from flatout.plan.findings import Finding
+
+MOST_TOLD = 3
+
+
+@dataclass
+class Told:
+    """One explanation, and the ranks that it holds for."""
+
+    finding: Finding
+    ranks: list[int] = field(default_factory=list)
+
+
+def explain(failure: FailureRecord, table: Sequence[Kind] = TABLE) -> Finding | None:
+    """The explanation of one failure, or None. Kinds that only pass on another process's failure come last."""
+    whole = replace(failure, chain=[part for thrown in failure.chain for part in unfolded(thrown)])
+    for one in sorted(table, key=lambda kind: kind.reports):
+        try:
+            finding = one.explain(whole)
+        except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            continue  # a message that is nearly of the family; what it is then is not known
+        if finding is not None:
+            return _cleaned(finding)
+    return None
+
+
+def explain_text(text: str) -> list[Told]:
+    """What a pasted error or a log says, most telling first: what began it before what only followed from it. Empty where nothing is known."""
+    told: list[Told] = []
+    for failure in read(text):
+        finding = explain(failure)
+        if finding is None:
+            continue
+        same = next((one for one in told if (one.finding.rule, one.finding.place) == (finding.rule, finding.place)), None)
+        if same is None:
+            same = Told(finding)
+            told.append(same)
+        if failure.rank is not None and failure.rank not in same.ranks:
+            same.ranks.append(failure.rank)
+    reports = {kind.code for kind in TABLE if kind.reports}
+    first = [one for one in told if one.finding.rule not in reports]
+    return (first or told)[:MOST_TOLD]
+
+
+def _cleaned(finding: Finding) -> Finding:
+    """Names and messages of a foreign program, without what a terminal would obey."""
+    place = finding.place and replace(finding.place, file=clean(finding.place.file), function=clean(finding.place.function), text=clean(finding.place.text))
+    return replace(finding, said=_line(finding.said), mend="\n".join(clean(line) for line in finding.mend.split("\n")), place=place,
+                   evidence=[_line(line) for line in finding.evidence])
+
+
+def _line(text: str) -> str:
+    return " ".join(clean(text).split())[:600]
+
+
+def lines(finding: Finding, ranks: Sequence[int] = ()) -> list[str]:
+    """The explanation for a person: cause, place, what speaks for it, the mend, the page."""
+    who = f"rank {', '.join(map(str, sorted(ranks)))}: " if ranks and not finding.said.startswith("rank ") else ""
+    found = [f"{who}{finding.said}."]
+    if finding.place:
+        found.append(f"  at     {finding.place.sentence()}" + (f": {finding.place.text[:160]}" if finding.place.text else ""))
+    found += [f"  {'seen' if at == 0 else '':6} {line}" for at, line in enumerate(finding.evidence)]
+    found += [f"  {'mend' if at == 0 else '':6} {line}" for at, line in enumerate(finding.mend.split("\n")) if line]
+    found.append(f"  more   flatout explain {finding.rule}")
+    return found

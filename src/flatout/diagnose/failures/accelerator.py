@@ -1,0 +1,155 @@
+"""Failures inside CUDA's own libraries."""
+
+from __future__ import annotations
+
+from flatout.diagnose.kind import RUNTIME, Answer, hit, kind, layer, near
+from flatout.plan.failure import FailureRecord
+
+
+@kind("FE050", "cudnn-error")
+def cudnn_error(failure: FailureRecord) -> Answer | None:
+    """cuDNN reports an error.
+
+    What:
+        The library behind convolutions, recurrent layers and some attention refused or failed.
+    Why it happens:
+        Often the GPU's memory is full (NOT_INITIALIZED, ALLOC_FAILED, INTERNAL_ERROR), or an earlier kernel failed (EXECUTION_FAILED,
+        MAPPING_ERROR), or another cuDNN on LD_LIBRARY_PATH hides the one that torch brings, or sizes or formats are not supported.
+    How to mend it:
+        `nvidia-smi` for the memory; `CUDA_LAUNCH_BLOCKING=1` for the true line; `unset LD_LIBRARY_PATH`. `torch.backends.cudnn.enabled = False`
+        shows whether cuDNN is to blame.
+    Sources:
+        https://docs.pytorch.org/docs/stable/backends.html#module-torch.backends.cudnn
+    """
+    found = hit(
+        failure,
+        RUNTIME,
+        r"(?:cuDNN|miopen) error: (?P<status>\w+)",
+        r"(?P<status>GET was unable to find an engine to execute this computation)",
+        r"(?P<status>cuDNN version incompatibility): (?P<why>[^\n]+)",
+        r"Unable to find a valid cuDNN algorithm to run convolution(?P<algorithm>)",
+        r"cuDNN Frontend error: (?P<status>[^\n]+)",
+    )
+    if found is None:
+        return None
+    status = found["status"] or "no algorithm found"
+    where = f" in {layer(failure)}" if layer(failure) else ""
+    if "incompatib" in status:
+        return Answer(
+            f"another cuDNN than torch brings was loaded: {found['why'][:160]}", "unset LD_LIBRARY_PATH   # or take the folder with the other cuDNN out of it"
+        )
+    memory = any(word in status for word in ("NOT_INITIALIZED", "ALLOC_FAILED", "INTERNAL_ERROR", "engine", "algorithm"))
+    reason = "most often the GPU's memory is full" if memory else "most often an earlier kernel failed, or the sizes are not supported"
+    return Answer(
+        f"cuDNN reports {status}{where}; {reason}",
+        "nvidia-smi                                        # is the memory full? then a smaller batch\n"
+        "CUDA_LAUNCH_BLOCKING=1 python train.py            # shows the true line\n"
+        "unset LD_LIBRARY_PATH                             # another cuDNN may hide the one that torch brings",
+    )
+
+
+@kind("FE051", "cublas-error")
+def cublas_error(failure: FailureRecord) -> Answer | None:
+    """cuBLAS reports an error.
+
+    What:
+        The library behind matrix products refused or failed.
+    Why it happens:
+        ALLOC_FAILED and NOT_INITIALIZED: the GPU's memory is full. EXECUTION_FAILED and INTERNAL_ERROR: an earlier kernel failed, very often
+        a label or a token out of range. INVALID_VALUE and NOT_SUPPORTED: another cuBLAS on LD_LIBRARY_PATH, or sizes that do not fit.
+    How to mend it:
+        Run one step on the CPU, where an index out of range is named; `CUDA_LAUNCH_BLOCKING=1`; `unset LD_LIBRARY_PATH`.
+    Sources:
+        https://docs.nvidia.com/cuda/cublas/#cublasstatus-t
+    """
+    found = hit(
+        failure,
+        RUNTIME,
+        r"CUDA error: (?P<status>CUBLAS_STATUS_\w+) when calling `?(?P<call>\w+)",
+        r"(?:cublas|CUBLAS) runtime error : (?P<status>[^\n]+?) at ",
+    )
+    if found is None:
+        return None
+    status, where = found["status"], f" in {layer(failure)}" if layer(failure) else ""
+    if "ALLOC_FAILED" in status or "NOT_INITIALIZED" in status:
+        reason, first = "most often the GPU's memory is full", "nvidia-smi                                  # is the memory full? then a smaller batch\n"
+    elif "INVALID_VALUE" in status or "NOT_SUPPORTED" in status:
+        reason, first = "most often another cuBLAS is loaded than torch brings", "unset LD_LIBRARY_PATH\n"
+    else:
+        reason, first = (
+            "most often an earlier kernel failed: a label or a token out of range",
+            "model.cpu()(batch.cpu())                    # the CPU names an index that is out of range\n",
+        )
+    return Answer(
+        f"cuBLAS reports {status} in `{found['call'] or 'a product'}`{where}; {reason}",
+        first + "CUDA_LAUNCH_BLOCKING=1 python train.py       # shows the true line",
+    )
+
+
+@kind("FE052", "illegal-memory-access")
+def illegal_memory_access(failure: FailureRecord) -> Answer | None:
+    """A kernel read or wrote where it must not.
+
+    What:
+        A kernel touched memory that is not its own. The GPU tells it late, and nothing more can be done with it in this process.
+    Why it happens:
+        An index out of range that no assertion guards, a custom kernel (or an extension built for another GPU or torch), tensors of two devices
+        in one kernel, or a tensor of more than 2^31 elements in a kernel that counts with 32 bits.
+    How to mend it:
+        `CUDA_LAUNCH_BLOCKING=1` shows the true line, `compute-sanitizer python train.py` the kernel.
+    Sources:
+        https://docs.nvidia.com/compute-sanitizer/ComputeSanitizer/index.html
+    """
+    found = hit(
+        failure,
+        RUNTIME,
+        r"(?:CUDA|HIP|Triton) [Ee]rror(?: \[CUDA\])?: (?:an illegal memory access was encountered|misaligned address)",
+        r"cuda runtime error \(77\) : an illegal memory access",
+        r"\w+: failed to synchronize: cudaErrorIllegalAddress",
+        r".{0,120}?CUDA error: an illegal memory access was encountered",
+    )
+    if found is None:
+        return None
+    where = f" ({layer(failure)} was running when it was told)" if layer(failure) else ""
+    return Answer(
+        f"a kernel read or wrote outside of its memory{where}; the line below may be a later one",
+        "CUDA_LAUNCH_BLOCKING=1 python train.py        # shows the true line\ncompute-sanitizer python train.py             # names the kernel\n"
+        "run one step on the CPU                       # it names an index that is out of range",
+    )
+
+
+@kind("FE053", "gpu-fault")
+def gpu_fault(failure: FailureRecord) -> Answer | None:
+    """The GPU itself failed.
+
+    What:
+        The hardware or its driver reported a fault: memory that cannot be corrected, a GPU that fell off the bus, a launch that failed.
+    Why it happens:
+        Heat, power, a defect; sometimes a kernel that ran into a time limit of a desktop's driver.
+    How to mend it:
+        `dmesg | grep -i xid` names the fault; `nvidia-smi -q -d ECC,PAGE_RETIREMENT` the memory's state. Take the GPU out of use until then.
+    Sources:
+        https://docs.nvidia.com/deploy/xid-errors/
+    """
+    found = hit(
+        failure,
+        RUNTIME,
+        r"CUDA error: (?P<what>uncorrectable (?:ECC|NVLink) error encountered|unspecified launch failure|the launch timed out and was terminated|GPU is lost|"
+        r"hardware stack error|unknown error|device not ready|all CUDA-capable devices are busy or unavailable)",
+    )
+    if found is None:
+        return None
+    what = found["what"]
+    xid = near(failure, r"NVRM: Xid.{0,40}: (?P<number>\d+)")
+    if "busy or unavailable" in what:
+        return Answer(
+            "the GPU is taken: another process has it for itself (exclusive mode), or a MIG slice is missing",
+            "nvidia-smi -q | grep -i 'compute mode'; nvidia-smi   # who has it?",
+        )
+    number = f" (Xid {xid['number']})" if xid else ""
+    return Answer(
+        f"the GPU or its driver reports: {what}{number}",
+        "dmesg | grep -i xid                              # names the fault\n"
+        "nvidia-smi -q -d ECC,PAGE_RETIREMENT,TEMPERATURE   # the memory's state, the heat\nCUDA_LAUNCH_BLOCKING=1 python train.py         "
+        "    # does it come at one and the same line?",
+    )

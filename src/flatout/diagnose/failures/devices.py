@@ -1,0 +1,233 @@
+"""Failures before any arithmetic: no device, the wrong one, a driver or a build that does not fit."""
+
+from __future__ import annotations
+
+from flatout.diagnose.kind import RUNTIME, Answer, hit, kind, layer, near, on_own_line, seen
+from flatout.plan.failure import FailureRecord
+
+DEVICE = r"[a-z]+(?::\d+)?"
+
+
+@kind("FE001", "two-devices")
+def two_devices(failure: FailureRecord) -> Answer | None:
+    """Tensors on two devices.
+
+    What:
+        An operation was given tensors that live on different devices; torch never copies between devices by itself.
+    Why it happens:
+        A batch was not moved to the device of the model, a tensor was made inside `forward` without `device=`, or a tensor is a plain
+        attribute of a module, which `.to(device)` does not move.
+    How to mend it:
+        Move the tensor that is named to the device of the other: `x = x.to(next(model.parameters()).device)`. A constant of a module
+        belongs in `register_buffer`, so that it moves along.
+    Sources:
+        https://docs.pytorch.org/docs/stable/notes/cuda.html
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_buffer
+    """
+    found = hit(
+        failure,
+        ("RuntimeError", "NotImplementedError"),
+        rf"Expected all tensors to be on the same device, but (?:found at least two devices, (?P<one>{DEVICE}) and (?P<other>{DEVICE})"
+        rf"|got (?P<name>\w+) is on (?P<other2>{DEVICE}), different from other tensors on (?P<one2>{DEVICE}))",
+        rf"Tensor on device (?P<other>{DEVICE}) is not on the expected device (?P<one>{DEVICE})",
+        r"Input type \(torch\.cuda\.(?P<kind>\w+Tensor)\) and (?:weight|bias) type \(torch\.(?P=kind)\)",
+        r"Input type \(torch\.(?P<kind2>\w+Tensor)\) and (?:weight|bias) type \(torch\.(?P<weight2>cuda)\.(?P=kind2)\)",
+        r"Unhandled FakeTensor Device Propagation for [\w.]+, found two different devices (?P<one>\S+), (?P<other>[a-z]+(?::\d+)?)",
+    )
+    if found is None:
+        return None
+    one, other = found["one"] or found["one2"] or "cpu", found["other"] or found["other2"] or "cpu"
+    if found["kind"] or found["kind2"]:
+        one, other = ("cuda", "cpu") if found["weight2"] else ("cpu", "cuda")
+    where = f" in {layer(failure)}" if layer(failure) else ""
+    tensors = on_own_line(failure) or failure.tensors
+    culprit = next((tensor.name for tensor in tensors if tensor.device == other), found["name"])
+    inside = failure.module
+    mend = f"{culprit} = {culprit}.to({one!r})" if culprit and culprit.isidentifier() and one != "meta" else "x = x.to(next(model.parameters()).device)"
+    if inside and inside.path and culprit in ("input", "x", ""):
+        mend = f"{inside.path}.to(device) and the batch: x = x.to(device), with one and the same device"
+    return Answer(f"an operation{where} was given tensors on {one} and on {other}", mend, seen(tensors, 6))
+
+
+@kind("FE002", "no-gpu")
+def no_gpu(failure: FailureRecord) -> Answer | None:
+    """The program asks for a GPU, and torch sees none.
+
+    What:
+        CUDA was asked for, and either no NVIDIA driver answers or it shows no device to this process.
+    Why it happens:
+        The machine has no GPU, the container was started without it (`--gpus all`), CUDA_VISIBLE_DEVICES is empty, or the driver is not
+        loaded after an update of the kernel.
+    How to mend it:
+        `nvidia-smi` shows whether the driver works. A program that should run either way asks first:
+        `device = "cuda" if torch.cuda.is_available() else "cpu"`.
+    Sources:
+        https://docs.pytorch.org/docs/stable/notes/cuda.html#best-practices
+    """
+    found = hit(
+        failure,
+        ("RuntimeError", "AssertionError"),
+        r"Found no NVIDIA driver on your system(?P<driver>)",
+        r"No CUDA GPUs are available(?P<hidden>)",
+        r"CUDA error: no CUDA-capable device is detected",
+        r"Unexpected error from cudaGetDeviceCount\(\)\.",
+        r"CUDA driver initialization failed, you might not have a CUDA gpu",
+    )
+    if found is None:
+        return None
+    why = "no NVIDIA driver answers on this machine" if "driver" in found.thrown.message[:24] else "torch sees no GPU from this process"
+    return Answer(
+        f"the program asks for CUDA, and {why}",
+        'device = "cuda" if torch.cuda.is_available() else "cpu"   # and use it in place of "cuda" and .cuda()\n'
+        "nvidia-smi                                               # does the driver see a GPU? (container: docker run --gpus all)\n"
+        "echo $CUDA_VISIBLE_DEVICES                               # empty or -1 hides all of them",
+    )
+
+
+@kind("FE003", "no-cuda-build")
+def no_cuda_build(failure: FailureRecord) -> Answer | None:
+    """This build of torch has no CUDA.
+
+    What:
+        CUDA was asked for, and the installed torch was built for the CPU alone.
+    Why it happens:
+        The wheel came from the CPU index (`.../whl/cpu`), from a default that has no CUDA on this system, or another package pulled it in.
+    How to mend it:
+        Install the build that fits the driver: `pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128`.
+        `python -c "import torch; print(torch.__version__, torch.version.cuda)"` shows what there is now.
+    Sources:
+        https://pytorch.org/get-started/locally/
+    """
+    found = hit(failure, ("AssertionError", "RuntimeError"), r"Torch not compiled with CUDA enabled", r"PyTorch is not linked with support for cuda devices")
+    if found is None:
+        return None
+    version = failure.facts.get("torch", "")
+    return Answer(
+        f"the installed torch{' ' + version if version else ''} was built without CUDA, and the program asks for it",
+        "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128\n"
+        'device = "cuda" if torch.cuda.is_available() else "cpu"   # to run on the CPU until then',
+    )
+
+
+@kind("FE004", "driver-too-old")
+def driver_too_old(failure: FailureRecord) -> Answer | None:
+    """The NVIDIA driver is older than this build of torch needs.
+
+    What:
+        The driver supports CUDA up to the version that is named; torch was built with a newer one.
+    Why it happens:
+        torch was updated and the driver was not. Within one major version of CUDA old drivers mostly serve, across major versions never.
+    How to mend it:
+        Update the driver, or install the build of torch for the CUDA version that `nvidia-smi` shows at its top right.
+    Sources:
+        https://docs.nvidia.com/deploy/cuda-compatibility/
+    """
+    found = hit(
+        failure,
+        ("RuntimeError", "AssertionError"),
+        r"The NVIDIA driver on your system is too old \(found version (?P<found>\d+)\)",
+        r"CUDA error: CUDA driver version is insufficient for CUDA runtime version",
+        r"CUDA error: (?:the provided PTX was compiled with an unsupported toolchain|system has unsupported display driver / cuda driver combination)",
+    )
+    if found is None:
+        return None
+    number = found.number("found")
+    upto = f", which supports CUDA up to {number // 1000}.{number % 1000 // 10}," if number else ""
+    wheel = f"cu{number // 1000}{number % 1000 // 10}" if number else "cuXYZ"
+    built = f" (built for CUDA {failure.facts['cuda']})" if failure.facts.get("cuda") else ""
+    return Answer(
+        f"the NVIDIA driver{upto} is too old for this build of torch{built}",
+        "update the NVIDIA driver, or install a torch built for the CUDA version that `nvidia-smi` shows:\n"
+        f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheel}",
+    )
+
+
+@kind("FE005", "no-kernel-image")
+def no_kernel_image(failure: FailureRecord) -> Answer | None:
+    """The build has no machine code for this GPU.
+
+    What:
+        A kernel was started for which the binary holds no code that this GPU can run.
+    Why it happens:
+        The GPU is newer than the build of torch (or of an extension), or older than what it still supports.
+    How to mend it:
+        Compare `torch.cuda.get_device_capability()` with `torch.cuda.get_arch_list()`. Install a build that lists the GPU's architecture;
+        build an extension again with `TORCH_CUDA_ARCH_LIST` set to it.
+    Sources:
+        https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
+        https://github.com/pytorch/pytorch/issues/31285
+    """
+    found = hit(failure, RUNTIME, r"CUDA error: no kernel image is available for execution on the device")
+    warned = near(failure, r"with CUDA capability sm_(?P<capability>\d+) is not compatible with the current PyTorch installation")
+    if found is None:
+        return None
+    facts = failure.facts
+    capability = facts.get("capability") or (f"{warned['capability'][:-1]}.{warned['capability'][-1]}" if warned else "")
+    gpu = f"this GPU ({facts['gpu']}, capability {capability})" if facts.get("gpu") else f"this GPU (capability {capability})" if capability else "this GPU"
+    built = [f"torch {facts.get('torch', '')} was built for {facts['built_for']}"] if facts.get("built_for") else []
+    return Answer(
+        f"a kernel was started that was not built for {gpu}",
+        'python -c "import torch; print(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())"   # the first must be in the second\n'
+        "pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu128                    # newest GPUs need a new build\n"
+        f"TORCH_CUDA_ARCH_LIST={capability or 'X.Y'} pip install --no-binary :all: --force-reinstall EXTENSION   # where it is not torch's own kernel",
+        built,
+    )
+
+
+@kind("FE006", "no-such-device")
+def no_such_device(failure: FailureRecord) -> Answer | None:
+    """A device number that is not there.
+
+    What:
+        A GPU was named by a number for which this process sees no device.
+    Why it happens:
+        More ranks were started than there are GPUs, CUDA_VISIBLE_DEVICES hides some (those that are left are counted from 0), or the number
+        is written into the script or the checkpoint.
+    How to mend it:
+        Use LOCAL_RANK for the number, start as many ranks as `torch.cuda.device_count()` says, and count from 0 behind CUDA_VISIBLE_DEVICES.
+    Sources:
+        https://docs.pytorch.org/docs/stable/elastic/run.html
+    """
+    found = hit(
+        failure,
+        ("RuntimeError", "AssertionError"),
+        r"CUDA error: invalid device ordinal",
+        r"Invalid device id",
+        r"Attempting to deserialize object on CUDA device (?P<number>\d+) but torch\.cuda\.device_count\(\) is (?P<count>\d+)",
+    )
+    if found is None:
+        return None
+    if found["count"]:
+        return Answer(
+            f"the checkpoint was saved on GPU {found['number']}, and this process sees {found['count']}", 'torch.load(path, map_location="cuda:0")   # or "cpu"'
+        )
+    rank = f" (this is rank {failure.rank} of {failure.world_size})" if failure.rank is not None and failure.world_size else ""
+    return Answer(
+        f"a GPU was named by a number that this process does not see{rank}",
+        'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\ntorchrun --nproc-per-node=$(nvidia-smi -L | wc -l) train.py   # no more ranks than GPUs',
+    )
+
+
+@kind("FE007", "cuda-after-fork")
+def cuda_after_fork(failure: FailureRecord) -> Answer | None:
+    """CUDA was in use before the process was forked.
+
+    What:
+        A forked child tried to use CUDA, and its parent had begun to use it before the fork. A CUDA context cannot be forked.
+    Why it happens:
+        The data set or its collate function touches CUDA in a worker, or processes are started with fork after `.cuda()`. Even
+        `torch.cuda.init()` or `torch.cuda.is_available()` with some settings counts as use.
+    How to mend it:
+        Keep workers on the CPU and move the batch in the training loop. Where a child must use CUDA, start it with spawn:
+        `multiprocessing_context="spawn"` of the loader, or `torch.multiprocessing.set_start_method("spawn")` first thing under the main guard.
+    Sources:
+        https://docs.pytorch.org/docs/stable/notes/multiprocessing.html#poison-fork-in-multiprocessing
+    """
+    found = hit(failure, RUNTIME, r"Cannot re-initialize CUDA in forked subprocess", r"CUDA error: initialization error(?P<old>)")
+    if found is None or (found.thrown.message.startswith("CUDA error") and not any(one.link == "carried" for one in failure.chain)):
+        return None
+    return Answer(
+        "a forked process uses CUDA, and its parent had used it before the fork",
+        'DataLoader(..., multiprocessing_context="spawn")          # where the data set must use CUDA; better, move the batch in the loop\n'
+        'torch.multiprocessing.set_start_method("spawn")           # first line under if __name__ == "__main__":',
+    )

@@ -1,0 +1,242 @@
+"""Failures of number formats: two of them in one operation, targets and indices of the wrong one, operations that a format lacks."""
+
+from __future__ import annotations
+
+from flatout.diagnose.kind import RUNTIME, Answer, hit, kind, layer, on_own_line, seen
+from flatout.plan.failure import FailureRecord
+
+CASTS = {
+    "Long": "long()",
+    "Float": "float()",
+    "Double": "double()",
+    "Half": "half()",
+    "BFloat16": "bfloat16()",
+    "long": "long()",
+    "float": "float()",
+    "double": "double()",
+    "int64": "long()",
+    "float32": "float()",
+    "Int": "int()",
+    "Byte": "byte()",
+    "unsigned char": "byte()",
+    "c10::BFloat16": "bfloat16()",
+    "c10::Half": "half()",
+}
+TYPE = r"[\w:]+(?: char)?"
+LOSSES = (
+    "cross_entropy",
+    "nll_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "gaussian_nll_loss",
+    "kl_div",
+    "poisson_nll_loss",
+    "multilabel_margin_loss",
+    "multi_margin_loss",
+)
+
+
+def _in_loss(failure: FailureRecord) -> str:
+    """The loss whose code was running, or that the failing line calls."""
+    for thrown in failure.chain:
+        for frame in reversed(thrown.frames):
+            if frame.function in LOSSES:
+                return frame.function
+    text = failure.own.text if failure.own else ""
+    return next((name for name in LOSSES if name in text), "")
+
+
+@kind("FE010", "two-dtypes")
+def two_dtypes(failure: FailureRecord) -> Answer | None:
+    """Two number formats in one operation.
+
+    What:
+        A layer or a product was given numbers of another format than its weights. Matrix products and convolutions never convert.
+    Why it happens:
+        NumPy's numbers are float64 and its images uint8, so `torch.from_numpy` gives double or byte; or a part of the model was converted
+        (`.half()`, `.bfloat16()`) and its input was not, or autocast ended too early.
+    How to mend it:
+        Convert the batch to the format of the weights: `x = x.to(weight.dtype)`; for mixed precision use `torch.autocast` and leave the
+        model in float32.
+    Sources:
+        https://docs.pytorch.org/docs/stable/amp.html
+    """
+    found = hit(
+        failure,
+        RUNTIME,
+        rf"mat1 and mat2 must have the same dtype, but got (?P<got>{TYPE}) and (?P<wants>{TYPE})",
+        rf"expected (?:scalar type|m1 and m2 to have the same dtype, but got:) (?P<wants>{TYPE}) (?:but found|!=) (?P<got>{TYPE})",
+        rf"Input type \((?:torch\.)?(?:cuda\.)?(?P<got>{TYPE})\) and (?:weight|bias) type \((?:torch\.)?(?:cuda\.)?(?P<wants>{TYPE})\) should be the same",
+        rf"expected m1 and m2 to have the same dtype, but got: (?P<got>{TYPE}) != (?P<wants>{TYPE})",
+        r"(?:.{0,200}?)Expected query, key, and value to have the same dtype, but got query\.dtype: (?P<got>\S+) key\.dtype: (?P<wants>\S+)",
+        rf"[Ii]nput dtype (?:torch\.)?(?P<got>{TYPE}) (?:does not match|not equal to) (?:weight|hidden) dtype (?:torch\.)?(?P<wants>{TYPE})",
+        rf"mixed dtype \(CPU\): expect (?:parameter to have scalar type of Float|input to have scalar type of (?P<wants>{TYPE}))",
+        rf"value cannot be converted to type (?P<wants>{TYPE}) without overflow(?!)",
+    )
+    if found is None or _in_loss(failure):
+        return None
+    got, wants = found["got"].replace("Tensor", ""), found["wants"].replace("Tensor", "")
+    if got == wants:
+        return None
+    cast = CASTS.get(wants, f"to({wants.lower()})")
+    tensors = on_own_line(failure) or failure.tensors
+    name = next((tensor.name for tensor in tensors if tensor.dtype.lower().startswith(_spelled(got)) and tensor.name.isidentifier()), "x")
+    where = layer(failure) or "a product"
+    return Answer(f"{where} was given {_common(got)} and has {_common(wants)}", f"{name} = {name}.{cast}", seen(tensors))
+
+
+def _spelled(name: str) -> str:
+    return {
+        "double": "float64",
+        "float": "float32",
+        "long": "int64",
+        "int": "int32",
+        "half": "float16",
+        "byte": "uint8",
+        "unsigned char": "uint8",
+        "c10::bfloat16": "bfloat16",
+        "c10::half": "float16",
+    }.get(name.lower(), name.lower())
+
+
+def _common(name: str) -> str:
+    spelled = _spelled(name)
+    return f"{spelled} ({name.lower().removeprefix('c10::')})" if spelled != name.lower() else spelled
+
+
+@kind("FE011", "target-dtype")
+def target_dtype(failure: FailureRecord) -> Answer | None:
+    """Targets of the wrong number format for the loss.
+
+    What:
+        The loss was given targets of a format that it does not take: classes are whole numbers (int64), targets of a regression and of a
+        binary loss are floating point.
+    Why it happens:
+        Labels were read as floats, or `mse_loss` and `binary_cross_entropy` were given the whole numbers that `cross_entropy` wants.
+    How to mend it:
+        `target.long()` for `cross_entropy` and `nll_loss`, `target.float()` for the others.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
+    """
+    found = hit(
+        failure,
+        ("RuntimeError", "NotImplementedError"),
+        rf"Found dtype (?P<got>{TYPE}) but expected (?P<wants>{TYPE})",
+        rf"expected target dtype to be (?P<wants>Long) or Byte, but got (?P<got>{TYPE})",
+        rf"result type (?P<wants>{TYPE}) can't be cast to the desired output type (?P<got>{TYPE})",
+        rf"expected scalar type (?P<wants>{TYPE}) but found (?P<got>{TYPE})",
+        rf'"(?:nll_loss|host_softmax|log_softmax|cross_entropy|mse|smooth_l1|binary_cross_entropy)\w*" not implemented for \'(?P<got>{TYPE})\'',
+        rf"(?:nll_loss\w*|multi_margin_loss\w*)[^\n]{{0,80}}Expected (?:object of scalar type|dtype) (?P<wants>{TYPE}) but got (?:scalar "
+        rf"type )?(?P<got>{TYPE})",
+        r"Expected floating point type for target with class probabilities, got (?P<got>\w+)(?P<probabilities>)",
+    )
+    loss = _in_loss(failure)
+    if found is None or (found.thrown.message.startswith("expected scalar type") and not loss):
+        return None
+    backward = found.thrown.message.startswith("Found dtype")
+    if backward and not any("backward" in frame.function or "backward" in frame.text for frame in found.thrown.frames) and found.thrown.frames:
+        return None
+    classes = loss in ("cross_entropy", "nll_loss") and "probabilities" not in found.thrown.message
+    wants = "long" if classes else "float"
+    if not loss and not backward and found["wants"]:
+        wants = "long" if found["wants"] == "Long" else "float"
+    target = next((tensor.name for tensor in on_own_line(failure) if ("float" in tensor.dtype) == (wants == "long") and tensor.name.isidentifier()), "target")
+    got = _common(found["got"]) if found["got"] else "another format"
+    return Answer(
+        f"the loss{f' `{loss}`' if loss else ''} was given `{target}` as {got} and wants {_common(wants)}",
+        f"{target} = {target}.{wants}()",
+        seen(on_own_line(failure)),
+    )
+
+
+@kind("FE012", "no-such-operation")
+def no_such_operation(failure: FailureRecord) -> Answer | None:
+    """An operation that does not exist for this number format here.
+
+    What:
+        The operation has no implementation for the format on this device: most often half precision on the CPU, or whole numbers where only
+        fractions make sense.
+    Why it happens:
+        A model that was converted for a GPU (`.half()`) runs on the CPU, or a mean or a norm is asked of whole numbers.
+    How to mend it:
+        Do this one step in float32: `x.float()`. On the CPU bfloat16 has more operations than float16.
+    Sources:
+        https://docs.pytorch.org/docs/stable/amp.html
+    """
+    found = hit(
+        failure,
+        ("RuntimeError", "NotImplementedError"),
+        rf'"(?P<what>[^"]+)" not implemented for \'(?P<dtype>{TYPE})\'',
+        r"(?P<what>\w+)\(\): (?:could not infer output dtype|Expected a floating point or complex tensor as input\. Got|input dtype should be either floating "
+        r"point or complex dtypes\. Got) (?P<dtype>\w+)",
+        r"(?P<what>[\w.]+): Low precision dtypes not supported\. Got (?P<dtype>\w+)",
+        r"(?P<what>[\w.]+): Expected a floating point or complex tensor as input\. Got (?P<dtype>\w+)",
+    )
+    if found is None or "loss" in found["what"] or _in_loss(failure):
+        return None
+    return Answer(
+        f"`{found['what']}` does not exist for {_common(found['dtype'])} on this device{' in ' + layer(failure) if layer(failure) else ''}",
+        "x = x.float()                                            # for this step, and back with .to(dtype) afterwards\n"
+        'model.float()                                            # on the CPU leave the model in float32, or use torch.autocast("cpu")',
+        seen(on_own_line(failure)),
+    )
+
+
+@kind("FE013", "index-dtype")
+def index_dtype(failure: FailureRecord) -> Answer | None:
+    """Indices that are not whole numbers.
+
+    What:
+        An embedding or an index was given numbers of a format that cannot be an index.
+    Why it happens:
+        Tokens or labels were read as floats, or went through an operation that made floats of them.
+    How to mend it:
+        `tokens = tokens.long()`, best where the data set makes them.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html
+    """
+    found = hit(
+        failure,
+        ("RuntimeError", "IndexError", "TypeError"),
+        r"Expected tensor for argument #\d+ 'indices' to have one of the following scalar types: "
+        r"Long, Int; but got (?:torch\.)?(?:cuda\.)?(?P<got>\w+?)(?:Tensor)? instead",
+        r"tensors used as indices must be long, int, byte or bool tensors",
+        r"gather\(\): Expected dtype int64 for index",
+        r"scatter\(\): Expected dtype int64 for index",
+        r"index_select\(\): Expected dtype int32 or int64 for index",
+    )
+    if found is None:
+        return None
+    tensors = on_own_line(failure) or failure.tensors
+    name = next((tensor.name for tensor in tensors if "float" in tensor.dtype and tensor.name.isidentifier()), "index")
+    got = f" as {_common(found['got'])}" if found["got"] else ""
+    return Answer(
+        f"{layer(failure) or 'an index operation'} was given indices{f' (`{name}`)' if name != 'index' else ''}{got}, and wants whole numbers",
+        f"{name} = {name}.long()",
+        seen(tensors),
+    )
+
+
+@kind("FE014", "numpy-has-no-bfloat16")
+def numpy_has_no_bfloat16(failure: FailureRecord) -> Answer | None:
+    """A bfloat16 tensor on its way to NumPy.
+
+    What:
+        `.numpy()` was asked of a tensor whose format NumPy does not have.
+    Why it happens:
+        The output of a model under autocast, or of a model in bfloat16, is turned into an array for a metric or a picture.
+    How to mend it:
+        `x.float().numpy()`; for what needs a gradient and lives on a GPU `x.detach().float().cpu().numpy()`.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.Tensor.numpy.html
+    """
+    found = hit(failure, ("TypeError", "RuntimeError"), r"Got unsupported ScalarType (?P<dtype>\w+)")
+    if found is None:
+        return None
+    names = [tensor.name for tensor in on_own_line(failure) if tensor.dtype.lower() == found["dtype"].lower()]
+    name = names[0] if names else "x"
+    return Answer(f"`{name}` is {found['dtype'].lower()}, which NumPy does not have", f"{name}.detach().float().cpu().numpy()", seen(on_own_line(failure)))

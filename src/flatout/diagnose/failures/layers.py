@@ -1,0 +1,187 @@
+"""Failures of layers that were made for another size, told with the layer's own name."""
+
+from __future__ import annotations
+
+import re
+
+from flatout.diagnose.kind import RUNTIME, Answer, hit, kind, layer, shape, sizes
+from flatout.plan.failure import FailureRecord
+
+SIZE = r"(?:torch\.Size\()?\[[-\d, x]*\]\)?"
+
+
+@kind("FE021", "convolution-input")
+def convolution_input(failure: FailureRecord) -> Answer | None:
+    """A convolution with other channels or dimensions than it was made for.
+
+    What:
+        The input's channels (its second size, NCHW) must equal `in_channels`.
+    Why it happens:
+        Grey images in a network for colour ones or the reverse, images with channels last as NumPy and PIL give them (NHWC), or an image
+        without its batch.
+    How to mend it:
+        `nn.Conv2d(channels of the images, ...)`, `x.permute(0, 3, 1, 2)` for channels last, `x.unsqueeze(0)` for a single image,
+        `x.expand(-1, 3, -1, -1)` for grey images in a colour network.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.Conv2d.html
+    """
+    found = hit(
+        failure,
+        RUNTIME,
+        rf"Given groups=(?P<groups>\d+), weight of size (?P<weight>{SIZE}), expected input(?P<size>{SIZE}) to have (?P<wants>\d+) "
+        r"channels, but got (?P<got>\d+) channels instead",
+        rf"Given transposed=(?P<groups>\w+), weight of size (?P<weight>{SIZE}), expected input(?P<size>{SIZE}) to have (?P<wants>\d+) "
+        rf"channels, but got (?P<got>\d+)",
+        rf"Expected (?P<dims>.{{3,60}}?) input to (?P<conv>conv\w+), but got input of size: (?P<size>{SIZE})",
+        rf"Expected \d-dimensional input for \d-dimensional weight (?P<weight>{SIZE}), but got \d-dimensional input of size (?P<size>{SIZE}) instead",
+    )
+    if found is None:
+        return None
+    name = (
+        layer(failure) or f"a convolution (weight {shape(found['weight'])})" if found["weight"] else layer(failure) or f"`{found['conv'] or 'a convolution'}`"
+    )
+    if not found["wants"]:
+        return Answer(
+            f"{name} was given {shape(found['size'])}, and wants {found['dims'] or 'another number of dimensions'}",
+            "x = x.unsqueeze(0)   # a single image: add its batch",
+            sizes(failure),
+        )
+    numbers = re.findall(r"\d+", found["size"])
+    if numbers and numbers[-1] == found["wants"] and numbers[-1] != found["got"]:
+        mend = "x = x.permute(0, 3, 1, 2)   # the channels stand last (NHWC); torch wants them second"
+    elif found["wants"] == "3" and found["got"] == "1":
+        mend = "x = x.expand(-1, 3, -1, -1)   # grey images for a colour network, or nn.Conv2d(1, ...)"
+    else:
+        mend = f"nn.Conv2d({found['got']}, ...)   # or bring the input to {found['wants']} channels"
+    return Answer(f"{name} expects {found['wants']} channels and was given {found['got']} (input {shape(found['size'])})", mend, sizes(failure))
+
+
+@kind("FE022", "batch-norm-width")
+def batch_norm_width(failure: FailureRecord) -> Answer | None:
+    """Batch normalisation made for another number of channels.
+
+    What:
+        `num_features` must equal the input's channels (its second size).
+    Why it happens:
+        A layer before it was changed, or the two were written in another order than they are called.
+    How to mend it:
+        `nn.BatchNorm2d(channels that arrive)`.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html
+    """
+    found = hit(
+        failure,
+        ("RuntimeError", "ValueError"),
+        r"(?P<what>running_mean|running_var|weight|bias) should contain (?P<got>\d+) elements not (?P<wants>\d+)",
+        r"expected (?P<dims>\w+(?: or \w+)?) input \(got (?P<got>\d+)D input\)",
+        r"Expected (?P<what>weight) to be a vector of size equal to the number of channels in input, but got weight of "
+        r"shape \[(?P<wants>\d+)\] and input of shape "
+        r"\[\d+, (?P<got>\d+)",
+    )
+    if found is None:
+        return None
+    name = layer(failure) or "the normalisation"
+    if found["dims"]:
+        return Answer(
+            f"{name} wants {found['dims']} input and was given {found['got']} dimensions",
+            "nn.BatchNorm1d for rows (NxC), 2d for images (NxCxHxW), 3d for volumes",
+            sizes(failure),
+        )
+    return Answer(f"{name} was made for {found['wants']} channels and was given {found['got']}", f"nn.BatchNorm...({found['got']})", sizes(failure))
+
+
+@kind("FE023", "batch-norm-of-one")
+def batch_norm_of_one(failure: FailureRecord) -> Answer | None:
+    """Batch normalisation of a batch of one.
+
+    What:
+        In training, batch normalisation needs more than one value for each channel; of one there is no variance.
+    Why it happens:
+        The last batch of an epoch holds one sample (`len(dataset) % batch_size == 1`), or the model is meant to be in `eval()`.
+    How to mend it:
+        `DataLoader(..., drop_last=True)` for training; `model.eval()` where single samples are judged.
+    Sources:
+        https://github.com/pytorch/pytorch/issues/4534
+    """
+    found = hit(failure, ("ValueError",), rf"Expected more than 1 (?:value per channel|spatial element) when training, got input size (?P<size>{SIZE})")
+    if found is None:
+        return None
+    at = f" (batch {failure.batch} of the loader)" if failure.batch else ""
+    return Answer(
+        f"{layer(failure) or 'a normalisation'} was given a batch of one{at}, {shape(found['size'])}, and cannot take its variance",
+        "DataLoader(..., drop_last=True)   # the last batch of the epoch has one sample\nmodel.eval()                      # if this is not training",
+    )
+
+
+@kind("FE027", "layer-width")
+def layer_width(failure: FailureRecord) -> Answer | None:
+    """A normalisation, recurrent or attention layer made for another width.
+
+    What:
+        The last size of the input must be the width that the layer was made for.
+    Why it happens:
+        Another tokenizer, embedding or feature set than the one that the layer was written for, or batch and time are exchanged.
+    How to mend it:
+        Give the layer the width that arrives; check `batch_first`.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html
+    """
+    found = hit(
+        failure,
+        ("RuntimeError", "ValueError", "AssertionError"),
+        rf"Given normalized_shape=(?P<wants>\[[\d, ]+\]), expected input with shape (?P<form>\[.*?\]), but got input of size ?(?P<got>{SIZE})",
+        r"input\.size\(-1\) must be equal to input_size\. Expected (?P<wants>\d+), got (?P<got>\d+)",
+        r"input has inconsistent input_size: got (?P<got>\d+),? expected (?P<wants>\d+)",
+        r"was expecting embedding dimension of (?P<wants>\d+), but got (?P<got>\d+)",
+        r"(?:For (?:un)?batched \w+-D input, hx|Expected hidden(?:\[\d\])? size) .{0,80}?(?P<wants>[\[(][\d, ]+[\])]).{0,20}?got (?P<got>[\[(][\d, ]+[\])])",
+        r"query should be unbatched 2D or batched 3D tensor but received (?P<got>\d+)-D(?P<wants>)",
+        r"embed_dim must be divisible by num_heads(?P<heads>)",
+        r"Expected number of channels in input to be divisible by num_groups, but got input of shape (?P<got>\[[\d, ]+\]) and num_groups=(?P<wants>\d+)",
+        r"(?:LSTM|RNN|GRU): Expected input to be 2D or 3D, got (?P<got>\d+)D(?P<wants>)",
+    )
+    if found is None:
+        return None
+    name = layer(failure) or "the layer"
+    got, wants = shape(found["got"]) if found["got"] else "", shape(found["wants"]) if found["wants"] else ""
+    if found["form"]:  # as many of the last sizes as the layer normalises
+        got = "x".join(got.split("x")[-len(wants.split("x")) :])
+    if "divisible by num_heads" in found.thrown.message:
+        return Answer(
+            "the width of the attention is no multiple of its heads", "embed_dim % num_heads == 0   # choose heads that divide the width", sizes(failure)
+        )
+    if not wants:
+        return Answer(f"{name} was given {got} dimensions", "x.unsqueeze(0)   # a single sequence: add its batch", sizes(failure))
+    return Answer(
+        f"{name} was made for {wants} and was given {got}", f"make the layer for {got}, or check batch_first and the tokens that arrive", sizes(failure)
+    )
+
+
+@kind("FE028", "too-small-for-the-kernel")
+def too_small_for_the_kernel(failure: FailureRecord) -> Answer | None:
+    """An image smaller than the window that goes over it.
+
+    What:
+        A convolution or pooling has a window that is larger than what is left of the image.
+    Why it happens:
+        The network halves the image more often than its size allows: written for 224 pixels and fed with 32 or 28.
+    How to mend it:
+        Larger images (`transforms.Resize`), less stride or pooling at the beginning, `padding=`, or `nn.AdaptiveAvgPool2d(1)` at the end.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.AdaptiveAvgPool2d.html
+    """
+    found = hit(
+        failure,
+        RUNTIME,
+        r"Calculated padded input size per channel: \((?P<got>[\d x]+)\)\. Kernel size: \((?P<wants>[\d x]+)\)\. Kernel size can't be greater",
+        r"Given input size: \((?P<got>[\dx]+)\)\. Calculated output size: \((?P<out>[-\dx]+)\)\. Output size is too small",
+        r"max_pool\dd\w*\(\):? (?P<got>.{0,80}?)output size is too small(?P<out>)",
+    )
+    if found is None:
+        return None
+    got = found["got"].replace(" ", "")
+    window = f" and its window {found['wants'].replace(' ', '')}" if found["wants"] else ""
+    return Answer(
+        f"{layer(failure) or 'a convolution or pooling'} was given an image of {got}{window}: nothing would be left",
+        "transforms.Resize(...)      # larger images\nnn.Conv2d(..., stride=1)    # or halve less often: the first strides and poolings are for 224 pixels",
+        sizes(failure),
+    )

@@ -1,0 +1,280 @@
+"""Failures of loaders and of the processes that they start."""
+
+from __future__ import annotations
+
+import re
+
+from flatout.diagnose.kind import RUNTIME, Answer, hit, kind
+from flatout.plan.failure import FailureRecord, Thrown
+
+SIGNALS = {
+    "Killed": "SIGKILL: the OOM killer, or a person",
+    "Segmentation fault": "SIGSEGV: a crash in native code",
+    "Aborted": "SIGABRT: native code gave up",
+    "Terminated": "SIGTERM: somebody asked it to end",
+    "Bus error": "SIGBUS",
+}
+
+
+def _carried(failure: FailureRecord) -> tuple[Thrown, Thrown] | None:
+    """The exception of another process and the one that carried it here."""
+    for inner, outer in zip(failure.chain, failure.chain[1:], strict=False):
+        if inner.link == "carried":
+            return inner, outer
+    return None
+
+
+@kind("FE070", "error-in-a-worker", reports=True)
+def error_in_a_worker(failure: FailureRecord) -> Answer | None:
+    """An exception in a loader worker or a spawned process.
+
+    What:
+        Code of the program's own raised in another process; its traceback was carried here, and the first of the two is the one to read.
+    Why it happens:
+        Whatever the inner exception says. In a worker, `__getitem__`, a transform or the collate function raised.
+    How to mend it:
+        Mend the line that is named. `num_workers=0` runs the same code in the main process, where a debugger stops at it.
+    Sources:
+        https://docs.pytorch.org/docs/stable/data.html
+    """
+    carried = _carried(failure)
+    if carried is None:
+        return None
+    inner, outer = carried
+    where = re.match(r"Caught \w+ in (?P<where>DataLoader worker process \d+|replica \d+ on device \d+|pin memory thread for device \w+)\.", outer.message)
+    process = re.search(r"-- Process (?P<where>\d+) terminated with the following error", outer.message)
+    if where is None and process is None:
+        return None
+    name = where["where"] if where else f"process {process['where']}" if process else ""
+    own = inner.own
+    line = f" at {own.place().sentence()}" if own else ""
+    first = inner.message.split("\n")[0][:160]
+    return Answer(
+        f"{inner.type.rpartition('.')[2]} in {name}{line}" + (f": {first}" if first else ""),
+        "DataLoader(..., num_workers=0)   # runs the same code here, where a debugger stops at it"
+        if where
+        else "mend the line that is named; it runs in every process",
+        [],
+        own.place() if own else None,
+    )
+
+
+@kind("FE071", "worker-ended")
+def worker_ended(failure: FailureRecord) -> Answer | None:
+    """A loader worker or a started process that ended.
+
+    What:
+        A process that the program waited for was ended by a signal or left by itself.
+    Why it happens:
+        SIGKILL is most often the OOM killer; SIGSEGV and SIGABRT come from native code (decoders, OpenCV, a library that does not survive a
+        fork); an exit without a word from `os._exit` or a library that calls it.
+    How to mend it:
+        `num_workers=0` shows whether the code itself fails. For memory fewer workers; for a library that does not survive a fork
+        `multiprocessing_context="spawn"`, and `cv2.setNumThreads(0)` for OpenCV.
+    Sources:
+        https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading
+        https://github.com/pytorch/pytorch/issues/8976
+    """
+    found = hit(
+        failure,
+        ("RuntimeError", "ProcessExitedException"),
+        r"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) is killed by signal: (?P<signal>[\w ]+?)\.",
+        r"DataLoader worker \(pid\(s\) (?P<pid>[\d, ]+)\) exited unexpectedly(?: with exit code (?P<code>\d+))?",
+        r"Pin memory thread exited unexpectedly(?P<pin>)",
+        r"DataLoader worker \(pid (?P<pid>\d+)\) exited unexpectedly with exit code (?P<code>\d+)",
+        r"process (?P<process>\d+) terminated with (?:signal (?P<name>SIG\w+)|exit code (?P<code>\d+))",
+    )
+    inner = None
+    if found is None and _handing_over(failure):
+        return Answer(
+            "a loader worker ended while it handed over a batch (its own end is told nowhere)",
+            "DataLoader(..., num_workers=0)                             # does the code itself fail?\n"
+            "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was it killed for want of memory? then fewer workers",
+        )
+    if found is None or found["signal"] == "Bus error":
+        return None
+    if not found["signal"]:  # what is said of its end may stand in the exception before
+        inner = hit(failure, RUNTIME, r"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) is killed by signal: (?P<signal>[\w ]+?)\.")
+    signal = found["signal"] or (inner["signal"] if inner else "")
+    if signal == "Bus error":
+        return None
+    if found["name"]:
+        signal = {"SIGKILL": "Killed", "SIGSEGV": "Segmentation fault", "SIGABRT": "Aborted", "SIGTERM": "Terminated", "SIGBUS": "Bus error"}.get(
+            found["name"], found["name"]
+        )
+    who = f"process {found['process']}" if found["process"] else f"loader worker {found['pid']}" if found["pid"] else "the pin memory thread"
+    if signal:
+        said = f"{who} was ended by {SIGNALS.get(signal, signal)}"
+    else:
+        said = f"{who} ended unexpectedly" + (f" with exit code {found['code']}" if found["code"] else ", without an exception")
+    memory = "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was it memory? then fewer workers\n" if signal == "Killed" else ""
+    return Answer(
+        said,
+        memory + "DataLoader(..., num_workers=0)                      # does the code itself fail?\n"
+        'DataLoader(..., multiprocessing_context="spawn")    # a library that does not survive a fork; cv2.setNumThreads(0) for OpenCV',
+    )
+
+
+def _handing_over(failure: FailureRecord) -> bool:
+    """A tensor in shared memory is asked for from the process that made it, and that one is gone."""
+    gone = hit(failure, ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError", "FileNotFoundError"), r"")
+    return gone is not None and any(frame.function in ("rebuild_storage_fd", "_try_get_data") for frame in gone.thrown.frames)
+
+
+@kind("FE072", "samples-of-other-sizes")
+def samples_of_other_sizes(failure: FailureRecord) -> Answer | None:
+    """Samples of several sizes in one batch.
+
+    What:
+        The loader puts the samples of a batch into one tensor, and they have not one size.
+    Why it happens:
+        Images that were not brought to one size, sequences without padding, or a sample that is broken (grey instead of colour).
+    How to mend it:
+        A transform that ends in one size; `collate_fn=` with `pad_sequence` for sequences.
+    Sources:
+        https://docs.pytorch.org/docs/stable/data.html#dataloader-collate-fn
+    """
+    collating = any(frame.function in ("default_collate", "collate_tensor_fn", "collate", "fetch") for thrown in failure.chain for frame in thrown.frames)
+    found = hit(
+        failure,
+        RUNTIME,
+        r"stack expects each tensor to be equal size, but got (?P<one>\[[\d, ]*\]) at entry 0 and (?P<other>\[[\d, ]*\]) at entry (?P<at>\d+)",
+        r"(?P<lists>each element in list of batch should be of equal size)",
+        r"Trying to resize storage that is not resizable(?P<storage>)",
+    )
+    if found is None or (not collating and not found["lists"]):
+        return None
+    batch = f" of batch {failure.batch + 1}" if failure.batch is not None else ""
+    if found["one"]:
+        said = f"sample 0{batch} is {found['one']} and sample {found['at']} is {found['other']}: they do not fit into one tensor"
+        image = len(re.findall(r"\d+", found["one"])) == 3
+    else:
+        said, image = f"the samples{batch} are lists of several lengths (or share memory that cannot grow): they do not fit into one tensor", False
+    pad = "collate_fn=lambda rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)   # sequences"
+    return Answer(said, f"transforms.Resize((224, 224)); image.convert('RGB')   # images: one size, one number of channels\n{pad}" if image else pad)
+
+
+def _collates(failure: FailureRecord) -> bool:
+    """Whether a loader was putting samples together."""
+    return any(frame.function in ("default_collate", "collate_tensor_fn", "collate", "fetch") for thrown in failure.chain for frame in thrown.frames)
+
+
+@kind("FE073", "sample-of-a-strange-type")
+def sample_of_a_strange_type(failure: FailureRecord) -> Answer | None:
+    """A sample that cannot become part of a batch.
+
+    What:
+        The loader makes batches of tensors, arrays, numbers, strings, and of lists and dictionaries of these.
+    Why it happens:
+        `__getitem__` gives None for a broken sample, a PIL image that no transform made a tensor of, or an object of one's own.
+    How to mend it:
+        `transforms.ToTensor()` at the end of the transforms; a `collate_fn` that leaves None out, or that knows the objects.
+    Sources:
+        https://docs.pytorch.org/docs/stable/data.html#dataloader-collate-fn
+    """
+    found = hit(
+        failure,
+        ("TypeError", "RuntimeError"),
+        r"Could not infer dtype of (?P<type>\w+)" if _collates(failure) else r"(?!)",
+        r"default_collate: batch must contain tensors, numpy arrays, numbers, dicts or lists; found <class '(?P<type>[\w.]+)'>",
+        r"batch must contain tensors, numbers, dicts or lists; found <class '(?P<type>[\w.]+)'>",
+        r"default_collate: batch must contain .{5,60}?; found (?P<type>\S+)",
+    )
+    if found is None:
+        return None
+    name = found["type"]
+    if name == "NoneType":
+        mend = "DataLoader(..., collate_fn=lambda rows: default_collate([row for row in rows if row is not None]))   # leaves broken samples out"
+    elif name.startswith("PIL."):
+        mend = "transforms.ToTensor()   # as the last of the transforms"
+    else:
+        mend = "DataLoader(..., collate_fn=...)   # a function that knows this type; or give tensors from __getitem__"
+    return Answer(f"the data set gave a sample of type {name}, and the loader cannot put it into a batch", mend)
+
+
+@kind("FE074", "cannot-be-pickled")
+def cannot_be_pickled(failure: FailureRecord) -> Answer | None:
+    """Something that a spawned process cannot be given.
+
+    What:
+        A process that is spawned gets its data set, functions and arguments pickled, and a part of them cannot be.
+    Why it happens:
+        A lambda or a function inside a function (as a transform or `collate_fn`), a class inside a function, an open file, a lock, a database
+        connection, a generator.
+    How to mend it:
+        Functions and classes at the top of a module; `functools.partial` in place of a lambda; open files and connections in the worker
+        (first use, or `worker_init_fn`).
+    Sources:
+        https://docs.python.org/3/library/pickle.html#what-can-be-pickled-and-unpickled
+    """
+    found = hit(
+        failure,
+        ("AttributeError", "TypeError", "PicklingError", "PickleError"),
+        r"Can't (?:pickle|get) local object '(?P<local>[^']+)'",
+        r"Can't pickle <(?:function|class) '?(?P<object>[^'>]+?)'?(?: at 0x[0-9a-f]+)?>: (?P<why>.+)",
+        r"cannot pickle '(?P<type>[^']+)' object",
+        r"Can't get attribute '(?P<attribute>[^']+)' on <module '(?P<module>[^']+)'",
+        r"Can't pickle local object (?P<local><.+?>)(?: at 0x|$|>)",
+        r"can't pickle (?P<type>\S+) objects",
+    )
+    if found is None or (found.thrown.frames and not _starts_a_process(failure)):
+        return None  # somebody pickles by hand, or copies
+    if found["attribute"]:
+        return Answer(
+            f"a started process does not find `{found['attribute']}` in {found['module']}: it was made where the new process does not come by",
+            "put it at the top of a module that can be imported (not under the main guard, not in a notebook)",
+        )
+    what = found["local"] or found["object"] or f"an object of type {found['type']}"
+    function = "lambda" in what or "<locals>" in what
+    return Answer(
+        f"`{what}` cannot be pickled, and a spawned process must be given everything pickled",
+        "def at_the_top_of_the_module(x): ...   # in place of a lambda or an inner function; functools.partial for arguments"
+        if function
+        else "open it in the worker: on first use, or in worker_init_fn",
+    )
+
+
+def _starts_a_process(failure: FailureRecord) -> bool:
+    return any(re.search(r"multiprocessing|concurrent[/\\]futures", frame.file) for thrown in failure.chain for frame in thrown.frames)
+
+
+@kind("FE075", "no-main-guard")
+def no_main_guard(failure: FailureRecord) -> Answer | None:
+    """A script that starts processes without a main guard.
+
+    What:
+        A spawned process imports the script again, and the script starts processes again.
+    Why it happens:
+        Code that starts workers (or trains) stands at the top of the script, and processes are spawned (macOS, Windows, or by choice).
+    How to mend it:
+        Put what starts the training under `if __name__ == "__main__":`.
+    Sources:
+        https://docs.python.org/3/library/multiprocessing.html#the-spawn-and-forkserver-start-methods
+    """
+    found = hit(failure, RUNTIME, r"An attempt has been made to start a new process before the\s+current process has finished its bootstrapping phase")
+    if found is None:
+        return None
+    return Answer("the script starts processes as it is imported, and a spawned process imports it again", 'if __name__ == "__main__":\n    main()')
+
+
+@kind("FE076", "loader-timed-out")
+def loader_timed_out(failure: FailureRecord) -> Answer | None:
+    """A loader that waited too long.
+
+    What:
+        No worker gave its batch within `timeout=` seconds.
+    Why it happens:
+        A sample that takes longer than that (a slow disk, a download), or a worker that hangs (a lock held at the fork, a deadlock of OpenCV).
+    How to mend it:
+        A longer `timeout`, or 0 for none; `num_workers=0` to see how long one batch takes.
+    Sources:
+        https://docs.pytorch.org/docs/stable/data.html
+    """
+    found = hit(failure, RUNTIME, r"DataLoader timed out after (?P<seconds>[\d.]+) seconds")
+    if found is None:
+        return None
+    batch = f" after {failure.batch + 1} batches" if failure.batch is not None else ""
+    return Answer(
+        f"no loader worker gave a batch within {found['seconds']} seconds{batch}",
+        "DataLoader(..., timeout=0)       # or longer than the slowest batch\nDataLoader(..., num_workers=0)   # how long does one batch take, and where?",
+    )

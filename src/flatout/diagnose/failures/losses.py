@@ -1,0 +1,322 @@
+"""Failures of losses and look-ups: labels and tokens out of range, targets of another shape."""
+
+from __future__ import annotations
+
+import re
+
+from flatout.diagnose.kind import RUNTIME, Answer, hit, kind, layer, near, on_own_line, seen, shape
+from flatout.plan.failure import FailureRecord, TensorSeen
+
+SIZE = r"torch\.Size\(\[[\d, ]*\]\)|\[[\d, ]*\]"
+
+
+def out_of_range(tensors: list[TensorSeen], below: int | None, lowest: int = 0) -> tuple[TensorSeen, int, list[int]] | None:
+    """The first tensor of whole numbers with an entry outside [lowest, below), that entry and where it stands. -100 is torch's own "ignore"."""
+    for tensor in tensors:
+        if tensor.high is not None and below is not None and tensor.high >= below:
+            return tensor, tensor.high, tensor.where_high
+        if tensor.low is not None and tensor.low < lowest and tensor.low != -100:
+            return tensor, tensor.low, tensor.where_low
+    return None
+
+
+def _at(where: list[int]) -> str:
+    return f" at [{', '.join(map(str, where))}]" if where else ""
+
+
+def _batch(failure: FailureRecord) -> str:
+    return f", in batch {failure.batch} of the loader" if failure.batch is not None else ""
+
+
+def _user_names(failure: FailureRecord, tensors: list[TensorSeen]) -> list[TensorSeen]:
+    """The user's own names first, then torch's (`input`, `target`)."""
+    return [*on_own_line(failure), *tensors]
+
+
+@kind("FE030", "index-out-of-range")
+def index_out_of_range(failure: FailureRecord) -> Answer | None:
+    """A token or index outside the table.
+
+    What:
+        An embedding (or another look-up) was asked for a row that it does not have.
+    Why it happens:
+        The vocabulary of the tokenizer is larger than `num_embeddings`, tokens were added and the embedding was not resized, a padding of -1
+        or a position beyond the longest sequence.
+    How to mend it:
+        `num_embeddings` must be the largest token plus one: `model.resize_token_embeddings(len(tokenizer))` in transformers,
+        `nn.Embedding(len(vocabulary), ...)` in one's own; cut sequences to the positions that there are.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html
+    """
+    found = hit(
+        failure,
+        ("IndexError", "RuntimeError"),
+        r"index out of range in self",
+        r"index out of range: Tried to access index (?P<index>-?\d+) out of table with (?P<last>\d+) rows",
+        r"index (?P<index>-?\d+) is out of bounds for dimension (?P<dim>\d+) with size (?P<size>\d+)",
+    )
+    if found is None:
+        return None
+    weight = failure.module.parameters.get("weight", []) if failure.module else []
+    rows = weight[0] if weight else found.number("last") + 1 if found["last"] else found.number("size") if found["size"] else None
+    bad = out_of_range(_user_names(failure, failure.tensors), rows)
+    name = layer(failure) or ("the embedding" if "self" in found.thrown.message else "the table")
+    if bad is None and not found["index"]:
+        return Answer(
+            f"{name} was asked for a row that it does not have" + (f"; it has {rows:,}" if rows else ""),
+            "print(int(tokens.min()), int(tokens.max()))   # must lie in 0 .. num_embeddings - 1",
+            seen(failure.tensors),
+        )
+    value, where, what = (bad[1], _at(bad[2]), f"`{bad[0].name}` holds ") if bad else (found.number("index"), "", "it was asked for ")
+    has = f"{name} has {rows:,} rows (0 to {rows - 1:,})" if rows else name
+    return Answer(
+        f"{what}{value:,}{where}{_batch(failure)}, and {has}",
+        f"nn.Embedding({value + 1 if value > 0 else '...'}, ...)   # at least the largest token plus one\n"
+        "model.resize_token_embeddings(len(tokenizer))   # in transformers, after tokens were added"
+        if value >= 0
+        else f"padding_idx=0, or replace {value} before the look-up: a row below 0 does not exist",
+        seen(failure.tensors),
+    )
+
+
+@kind("FE031", "label-out-of-range")
+def label_out_of_range(failure: FailureRecord) -> Answer | None:
+    """A label that is no class of the model.
+
+    What:
+        The loss got a label below 0 or not below the number of outputs.
+    Why it happens:
+        Labels count from 1, the last layer has fewer outputs than the data set has classes, or unlabelled pixels hold 255.
+    How to mend it:
+        `nn.Linear(..., classes)`; `target - 1` where labels count from 1; `ignore_index=255` for what has no label.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
+    """
+    found = hit(
+        failure,
+        ("IndexError", "RuntimeError"),
+        r"Target (?P<label>-?\d+) is out of bounds",
+        r"Class values must be (?:smaller than num_classes|non-negative)(?P<hot>)",
+    )
+    if found is None:
+        return None
+    outputs = next((tensor for tensor in _user_names(failure, failure.tensors) if "float" in tensor.dtype and len(tensor.shape) > 1), None)
+    classes = outputs.shape[1] if outputs else None
+    bad = out_of_range(_user_names(failure, failure.tensors), classes)
+    label = found.number("label") if found["label"] else bad[1] if bad else None
+    if label is None:
+        return Answer("`one_hot` was given a label that is no class", "F.one_hot(target, num_classes=int(target.max()) + 1)", seen(failure.tensors))
+    has = f"the model has {classes} outputs (0 to {classes - 1})" if classes else "the model has fewer outputs"
+    holder = bad[0].name if bad and bad[1] == label else "the target"
+    where = _at(bad[2]) if bad and bad[1] == label else ""
+    return Answer(
+        f"`{holder}` holds the label {label}{where}{_batch(failure)}, and {has}", label_mend(label, classes), seen(_user_names(failure, failure.tensors))
+    )
+
+
+def label_mend(label: int, classes: int | None) -> str:
+    if label < 0:
+        return f"F.cross_entropy(logits, target, ignore_index={label})   # if {label} means: no label"
+    lines = [f"nn.Linear(..., {label + 1})   # at least as many outputs as the largest label plus one"]
+    if classes is not None and label == classes:
+        lines.insert(0, "target = target - 1   # if the labels count from 1")
+    if label == 255:
+        lines.insert(0, "F.cross_entropy(logits, target, ignore_index=255)   # 255 is the usual mark of: no label")
+    return "\n".join(lines)
+
+
+@kind("FE032", "target-shape")
+def target_shape(failure: FailureRecord) -> Answer | None:
+    """Labels of another shape than the loss wants.
+
+    What:
+        For `logits` of NxC (or NxCxHxW) `cross_entropy` wants labels of N (or NxHxW), or probabilities of the very shape of the logits.
+    Why it happens:
+        Labels with a dimension of 1 too many, one-hot labels of whole numbers, a batch that was flattened into features, or tokens and logits
+        that were not flattened together.
+    How to mend it:
+        `target.squeeze(1)`, `target.argmax(1)` for one-hot, `logits.flatten(0, 1), target.flatten()` for sequences.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
+    """
+    found = hit(
+        failure,
+        ("ValueError", "RuntimeError"),
+        r"Expected input batch_size \((?P<got>\d+)\) to match target batch_size \((?P<wants>\d+)\)",
+        r"(?P<multi>(?:0D or 1D|1D) target tensor expected, multi-target not supported)",
+        r"(?P<multi>multi-target not supported)",
+        rf"Expected target size (?P<wants>{SIZE}), got (?P<got>{SIZE})",
+        r"only batches of spatial targets supported \((?P<spatial>[^)]*)\)",
+        rf"size mismatch \(got input: (?P<got>{SIZE}),? target: (?P<wants>{SIZE})\)",
+        r"input and target batch or spatial sizes don't match: target (?P<wants>\[.*?\]), input (?P<got>\[.*?\])",
+        r"Dimension out of range \(expected to be in range of \[-1, 0\], but got 1\)" if _in_cross_entropy(failure) else r"(?!)",
+    )
+    if found is None:
+        return None
+    tensors = seen(_user_names(failure, failure.tensors))
+    if found["multi"]:
+        return Answer(
+            "the labels have a dimension too many: the loss wants one class number for each sample",
+            "target = target.squeeze(1)   # labels of Nx1\ntarget = target.argmax(1)    # one-hot labels of NxC",
+            tensors,
+        )
+    if not found["got"] and not found["wants"]:
+        return Answer(
+            "the loss wants logits of NxC and was given a single row" if not found["spatial"] else "the loss wants labels of NxHxW for logits of NxCxHxW",
+            "logits = logits.unsqueeze(0)   # one sample: add its batch" if not found["spatial"] else "target = target.squeeze(1)   # labels of Nx1xHxW",
+            tensors,
+        )
+    got, wants = found["got"], found["wants"]
+    if got.isdigit() and wants.isdigit():
+        return Answer(
+            f"the loss was given {got} rows of logits and {wants} labels",
+            "x = x.flatten(1)   # keeps the batch: not x.view(-1, features)\n"
+            "F.cross_entropy(logits.flatten(0, 1), target.flatten())   # sequences: NxTxC and NxT",
+            tensors,
+        )
+    return Answer(
+        f"the loss was given labels of {shape(got)} and wants {shape(wants)}",
+        "F.cross_entropy(logits.transpose(1, 2), target)   # classes stand second: NxCxT with NxT",
+        tensors,
+    )
+
+
+def _in_cross_entropy(failure: FailureRecord) -> bool:
+    return any(frame.function in ("cross_entropy", "nll_loss") for thrown in failure.chain for frame in thrown.frames)
+
+
+@kind("FE033", "binary-target-shape")
+def binary_target_shape(failure: FailureRecord) -> Answer | None:
+    """Targets of another shape than the output, in a binary loss.
+
+    What:
+        `binary_cross_entropy` wants targets of exactly the shape of the output.
+    Why it happens:
+        A network with one output gives Nx1, and labels come as N.
+    How to mend it:
+        `output.squeeze(1)` or `target[:, None]`.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.BCEWithLogitsLoss.html
+    """
+    found = hit(
+        failure,
+        ("ValueError",),
+        rf"Target size \((?P<target>{SIZE})\) must be the same as input size \((?P<input>{SIZE})\)",
+        rf"Using a target size \((?P<target>{SIZE})\) that is different to the input size \((?P<input>{SIZE})\) is (?:deprecated|likely)",
+    )
+    if found is None:
+        return None
+    given, wanted = shape(found["target"]), shape(found["input"])
+    mend = "target[:, None].float()   # or output.squeeze(1)" if wanted == f"{given}x1" else "target.view_as(output)   # where both hold the same number"
+    return Answer(f"the targets are {given} and the output is {wanted}; the loss wants one shape", mend, seen(_user_names(failure, failure.tensors)))
+
+
+@kind("FE034", "not-a-probability")
+def not_a_probability(failure: FailureRecord) -> Answer | None:
+    """A binary loss of what is no probability.
+
+    What:
+        `binary_cross_entropy` wants its input between 0 and 1.
+    Why it happens:
+        The sigmoid is missing, or the output is NaN (which lies nowhere).
+    How to mend it:
+        `F.binary_cross_entropy_with_logits(logits, target)`, which also is more exact; no sigmoid before it.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.BCEWithLogitsLoss.html
+    """
+    found = hit(failure, RUNTIME, r"all elements of (?P<what>input|target) should be between 0 and 1")
+    if found is None:
+        return None
+    if found["what"] == "target":
+        return Answer(
+            "the targets of a binary loss lie outside 0 and 1", "target = target / target.max()   # or the right column of the data", seen(failure.tensors)
+        )
+    return Answer(
+        "the input of a binary loss lies outside 0 and 1: it is no probability (or it is NaN)",
+        "F.binary_cross_entropy_with_logits(logits, target)   # and no sigmoid before it",
+        seen(_user_names(failure, failure.tensors)),
+    )
+
+
+ASSERTED = (
+    r"(?P<file>[\w./\\-]*\.cu[h]?):(?P<line>\d+): .{0,400}?block: \[(?P<block>\d+),\d+,\d+\], thread: \[(?P<thread>\d+),\d+,\d+\] "
+    r"Assertion `(?P<what>.{1,200}?)` failed"
+)
+CLASSES = re.compile(r"(?:t|cur_target|target_val)\w* (?:>= 0|< n_classes)")
+
+
+@kind("FE035", "device-side-assert")
+def device_side_assert(failure: FailureRecord) -> Answer | None:
+    """An assertion on the GPU failed.
+
+    What:
+        A kernel found a value that it must not be given: most often a label or a token out of range. The GPU tells it late, so the line in
+        the traceback is a later one, and nothing more can be done with the GPU in this process.
+    Why it happens:
+        The same as label-out-of-range and index-out-of-range on the CPU; a probability outside 0 and 1 in a binary loss; an index that is
+        too large.
+    How to mend it:
+        Check the labels on the CPU, where the error names them: run one step with `device = "cpu"`, or with CUDA_LAUNCH_BLOCKING=1 so that
+        the traceback shows the right line.
+    Sources:
+        https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution
+    """
+    found = hit(
+        failure,
+        RUNTIME,
+        r"(?:CUDA|HIP) error: device-side assert triggered",
+        r"cuda runtime error \(\d+\) : device-side assert triggered",
+        r"cuDNN error: CUDNN_STATUS_MAPPING_ERROR(?!)",
+    )
+    asserted = near(failure, ASSERTED)
+    if found is None and (asserted is None or (failure.chain and failure.chain[-1].frames)):
+        return None
+    what = asserted["what"] if asserted else ""
+    evidence = (
+        [f"assertion `{what}` in {asserted['file'].replace(chr(92), '/').rpartition('/')[2]}, block {asserted['block']}, thread {asserted['thread']}"]
+        if asserted
+        else []
+    )
+    classes, tensors = _logits(failure), _user_names(failure, failure.tensors)
+    bad = out_of_range([tensor for tensor in tensors if tensor.device == "cpu"], classes) if classes and (not what or CLASSES.search(what)) else None
+    if bad is not None:
+        tensor, value, where = bad
+        return Answer(
+            f"the label {value} (`{tensor.name}`{_at(where)}{_batch(failure)}) is no class: the model has {classes} outputs (0 "
+            f"to {classes - 1 if classes else 0})",
+            label_mend(value, classes),
+            [*evidence, *seen(tensors)],
+        )
+    if CLASSES.search(what):
+        sample = f"; sample {asserted['thread']} of its batch or a multiple of the block after it" if asserted and "2d" not in what else ""
+        said = f"a label is below 0 or not below the number of the model's outputs (the loss's own check failed on the GPU{sample})"
+        mend = (
+            "assert 0 <= int(target.min()) and int(target.max()) < logits.size(1), (target.min(), target.max())   # before the loss, names the label\n"
+            "nn.Linear(..., classes)   # as many outputs as there are classes"
+        )
+    elif re.search(r"srcIndex|index.{0,40}(?:<|out of bounds)|idx", what):
+        said = "an index (a token, a position, a row) is out of range, found on the GPU"
+        mend = "print(int(tokens.min()), int(tokens.max()), model.embedding.num_embeddings)   # the largest must be below the last"
+    elif re.search(r"input_val|zero.{0,10}one|>= 0 && .{0,20}<= 1", what):
+        said = "the input of a binary loss is no probability (or NaN), found on the GPU"
+        mend = "F.binary_cross_entropy_with_logits(logits, target)   # and no sigmoid before it"
+    else:
+        said = "a kernel found a value that it must not be given, and the GPU tells it late: the line below may be a later one"
+        mend = "check labels and tokens: they must lie in 0 .. classes - 1"
+    running = f" ({layer(failure)} was running when it was told)" if layer(failure) else ""
+    return Answer(said + running, mend + "\nCUDA_LAUNCH_BLOCKING=1 python train.py   # the traceback then shows the right line", evidence)
+
+
+def _logits(failure: FailureRecord) -> int | None:
+    """The number of classes: the second size of what went into the loss."""
+    for thrown in failure.chain:
+        for frame in reversed(thrown.frames):
+            if frame.function in ("cross_entropy", "nll_loss"):
+                outputs = next((tensor for tensor in frame.tensors if tensor.name == "input" and len(tensor.shape) > 1), None)
+                if outputs is not None:
+                    return outputs.shape[1]
+    own = failure.own
+    for tensor in own.tensors if own else ():
+        if "float" in tensor.dtype and len(tensor.shape) > 1 and re.search(r"logit|output|pred|score", tensor.name):
+            return tensor.shape[1]
+    return None

@@ -1,0 +1,137 @@
+"""Failures of ranks on their way to each other."""
+
+from __future__ import annotations
+
+import re
+
+from flatout.diagnose.kind import DIST, Answer, hit, kind
+from flatout.plan.failure import FailureRecord
+
+
+@kind("FE082", "port-in-use")
+def port_in_use(failure: FailureRecord) -> Answer | None:
+    """A port that is taken.
+
+    What:
+        The ranks meet at a port of rank 0's machine, and another process listens there.
+    Why it happens:
+        Another training runs on this machine with the default port (29500), or an earlier one has left a process behind.
+    How to mend it:
+        `torchrun --standalone` (one machine) finds a free port by itself; else `--master-port` with another number. `ss -ltnp` shows who
+        listens.
+    Sources:
+        https://docs.pytorch.org/docs/stable/elastic/run.html
+    """
+    found = hit(
+        failure,
+        (*DIST, "OSError"),
+        r"The server socket has failed to (?:listen on any local network address|bind)\.(?:.*?port: (?P<port>\d+))?.*?(?:EADDRINUSE|address already in use)",
+        r"The server socket has failed to listen on any local network address\.(?:.*?(?:port: |\[::\]:|0\.0\.0\.0:)(?P<port>\d+))?",
+        r"(?:\[Errno 98\] )?Address already in use",
+        r".{0,300}?EADDRINUSE",
+    )
+    if found is None or (found.thrown.type == "OSError" and not _meets(failure)):
+        return None
+    port = found["port"] or next((match[1] for match in [re.search(r"(?:port: ?|:)(\d{4,5})\b", found.thrown.message)] if match), "")
+    return Answer(
+        f"port {port} is in use by another process" if port else "the port at which the ranks meet is in use by another process",
+        "torchrun --standalone --nproc-per-node=N train.py     # one machine: a free port is found\n"
+        f"ss -ltnp 'sport = :{port or 29500}'                        # who listens there: an earlier run that was left behind?",
+    )
+
+
+def _meets(failure: FailureRecord) -> bool:
+    return any("distributed" in frame.file for thrown in failure.chain for frame in thrown.frames)
+
+
+@kind("FE083", "rank-without-address")
+def rank_without_address(failure: FailureRecord) -> Answer | None:
+    """A rank that does not know where to go.
+
+    What:
+        `init_process_group` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and one of them is not set.
+    Why it happens:
+        The script was started with `python` and wants `torchrun`.
+    How to mend it:
+        `torchrun --standalone --nproc-per-node=N train.py`; torchrun sets all of them.
+    Sources:
+        https://docs.pytorch.org/docs/stable/distributed.html#environment-variable-initialization
+    """
+    found = hit(
+        failure,
+        ("ValueError", "KeyError"),
+        r"Error initializing torch\.distributed using env:// rendezvous: environment variable (?P<name>\w+) expected, but not set",
+        r"'(?P<name>LOCAL_RANK|WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT)'$",
+    )
+    if found is None or ("KeyError" in found.thrown.names and not any(frame.file.endswith(("os.py", "<frozen os>")) for frame in found.thrown.frames)):
+        return None
+    return Answer(f"{found['name']} is not set: the script wants to be started by torchrun", "torchrun --standalone --nproc-per-node=N train.py")
+
+
+COMMON = ("Socket Timeout", "connect() timed out", "failed to connect to", "wait timeout after")  # many libraries say so
+
+
+@kind("FE084", "nobody-came")
+def nobody_came(failure: FailureRecord) -> Answer | None:
+    """Ranks that did not find each other.
+
+    What:
+        A rank waited at the meeting point, or knocked there, and not all of the others came in time.
+    Why it happens:
+        A rank died before, fewer were started than WORLD_SIZE says, MASTER_ADDR is a name that other machines do not reach, or a firewall
+        stands between.
+    How to mend it:
+        Look at the first error of the other ranks. Between machines: `nc -vz $MASTER_ADDR $MASTER_PORT` from each of them.
+    Sources:
+        https://docs.pytorch.org/docs/stable/elastic/rendezvous.html
+    """
+    found = hit(
+        failure,
+        (*DIST, "TimeoutError", "RendezvousTimeoutError", "RendezvousConnectionError"),
+        r"Timed out after (?P<seconds>\d+) seconds waiting for clients\. (?P<came>\d+)/(?P<wanted>\d+) clients joined",
+        r"The client socket has timed out after (?P<ms>\d+)\s?ms while trying to connect to \((?P<host>[^,()]+), (?P<port>\d+)\)",
+        r"The client socket has failed to connect to any network address of \((?P<host>[^,()]+), (?P<port>\d+)\)",
+        r"The connection to the C10d store has failed",
+        r"wait timeout after (?P<ms>\d+)ms, keys:",
+        r"Timed out waiting for clients",
+        r"Socket Timeout",
+        r"connect\(\) timed out",
+        r"Gloo connectFullMesh failed with",
+        r"failed to connect to (?P<host>\S+?):(?P<port>\d+)",
+        r"The IPv[46] network addresses of \((?P<host>[^,()]+), (?P<port>\d+)\) cannot be retrieved",
+    )
+    if found is None or (found.thrown.message.startswith(COMMON) and not found.thrown.type.startswith(("torch.", "Dist")) and not _meets(failure)):
+        return None
+    if found["came"]:
+        said = f"{found['came']} of {found['wanted']} ranks came within {found['seconds']} seconds"
+    elif found["host"]:
+        said = f"nobody answered at {found['host']}:{found['port']}" + (f" within {found.number('ms') / 1000:g} seconds" if found["ms"] else "")
+    else:
+        said = "this rank waited for the others in vain"
+    return Answer(
+        said,
+        "look at the FIRST error of the other ranks: one that died before it came is the usual reason\n"
+        f"nc -vz {found['host'] or '$MASTER_ADDR'} {found['port'] or '$MASTER_PORT'}   # from each machine: is rank 0 reached?",
+    )
+
+
+@kind("FE085", "no-process-group")
+def no_process_group(failure: FailureRecord) -> Answer | None:
+    """Talk of ranks before there are any.
+
+    What:
+        A function of `torch.distributed` was called before `init_process_group`.
+    Why it happens:
+        A script for several ranks was started alone, or a DistributedSampler, a `barrier` or `get_rank` stands before the initialisation.
+    How to mend it:
+        Ask first: `dist.is_initialized()`; or start it with torchrun, and initialise first thing.
+    Sources:
+        https://docs.pytorch.org/docs/stable/distributed.html#initialization
+    """
+    found = hit(failure, ("ValueError", "RuntimeError"), r"Default process group has not been initialized, please make sure to call init_process_group")
+    if found is None:
+        return None
+    return Answer(
+        "a function of torch.distributed was called before init_process_group",
+        "rank = dist.get_rank() if dist.is_initialized() else 0\ntorchrun --standalone --nproc-per-node=N train.py   # and init_process_group() first thing",
+    )

@@ -1,0 +1,263 @@
+"""Failures of ranks at work: gradients that do not come, ranks that wait for one another, what a launcher says of them."""
+
+from __future__ import annotations
+
+import re
+
+from flatout.diagnose.kind import DIST, RUNTIME, Answer, hit, kind, near
+from flatout.plan.failure import FailureRecord
+
+
+@kind("FE080", "unused-parameters")
+def unused_parameters(failure: FailureRecord) -> Answer | None:
+    """Parameters without a gradient under DistributedDataParallel.
+
+    What:
+        Every parameter must get a gradient in every backward pass: the ranks wait for all of them before they add them up.
+    Why it happens:
+        A part of the model is not used (a head, a branch that depends on the data), or outputs of `forward` do not go into the loss.
+    How to mend it:
+        Leave out or freeze (`requires_grad_(False)`) what is not used. Where it changes from step to step,
+        `DistributedDataParallel(model, find_unused_parameters=True)`, which walks the graph once more in every step.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+    """
+    found = hit(
+        failure,
+        RUNTIME,
+        r"Expected to have finished reduction in the prior iteration before starting a new one\.(?:.*?did not receive grad for rank "
+        r"(?P<rank>\d+): ?(?P<which>[\d ,]+))?"
+        r"(?:.*?Parameters which did not receive grad for rank \d+: (?P<names>[\w., ]+))?",
+    )
+    if found is None:
+        return None
+    which = ", ".join(re.findall(r"\d+", found["which"]))
+    names = found["names"]
+    who = f"{names}" if names else f"number {which} of `list(model.named_parameters())`" if which else "some parameters"
+    on = f" on rank {found['rank']}" if found["rank"] else ""
+    return Answer(
+        f"parameters that got no gradient in the last step{on}: {who}",
+        "for p in unused.parameters(): p.requires_grad_(False)            # what is never used\n"
+        "DistributedDataParallel(model, find_unused_parameters=True)      # what is used now and then; costs a walk through the graph\n"
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun ... train.py             # names them",
+    )
+
+
+@kind("FE081", "ready-twice")
+def ready_twice(failure: FailureRecord) -> Answer | None:
+    """A parameter used twice under DistributedDataParallel.
+
+    What:
+        A parameter's gradient was complete, and then more of it came.
+    Why it happens:
+        Reentrant activation checkpointing over a layer that is used twice, several backward passes through one forward pass, or a parameter
+        that is used inside and outside of the wrapped model.
+    How to mend it:
+        `checkpoint(..., use_reentrant=False)`; one backward pass for the sum of the losses; `static_graph=True` where every step is the same.
+    Sources:
+        https://docs.pytorch.org/docs/stable/checkpoint.html
+    """
+    found = hit(
+        failure,
+        RUNTIME,
+        r"Expected to mark a variable ready only once\.(?:.*?Parameter at index (?P<index>\d+)(?: with name (?P<name>[\w.]+))? has been "
+        r"marked as ready twice)?",
+        r"Your training graph has changed in this iteration(?P<static>)",
+    )
+    if found is None:
+        return None
+    what = f"`{found['name']}`" if found["name"] else f"parameter {found['index']} of `list(model.named_parameters())`" if found["index"] else "a parameter"
+    return Answer(
+        f"{what} was used again after its gradient had been taken as complete",
+        "checkpoint(block, x, use_reentrant=False)\n(loss_a + loss_b).backward()                             # one backward pass for one forward pass\n"
+        "DistributedDataParallel(model, static_graph=True)        # where every step uses the same parameters",
+    )
+
+
+TIMEOUT = (
+    r"(?:\[PG[^\]]*\])?\s?\[Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<what>\w+)"
+    r"(?:, NumelIn=(?P<numel>\d+))?.*?Timeout\(ms\)=(?P<limit>\d+)\) ran for (?P<ms>\d+) milliseconds before timing out"
+)
+STATE = r"[Rr]ank (?P<rank>\d+)\]? .{0,200}?last enqueued(?: NCCL)? work: (?P<enqueued>-?\d+), last completed(?: NCCL)? work: (?P<completed>-?\d+)"
+
+
+@kind("FE086", "nccl-timeout")
+def nccl_timeout(failure: FailureRecord) -> Answer | None:
+    """A collective operation that did not end in time.
+
+    What:
+        Some ranks waited in a collective operation (an all-reduce, say) for others that never came to it; NCCL's watchdog ended them.
+    Why it happens:
+        One rank died, hangs, or is far behind (validation or saving on rank 0 alone, a slow data set); or the ranks do not call the same
+        operations in the same order (an `if rank == 0` around one, batches of another number on each rank).
+    How to mend it:
+        Look at the rank that is missing from the time-outs, or whose last completed number is smallest: it is the one to look into. A longer
+        `timeout=` helps only where a rank is slow on purpose.
+    Sources:
+        https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
+        https://docs.pytorch.org/docs/stable/torch.distributed.html#debugging-torch-distributed-applications
+    """
+    found = hit(failure, RUNTIME, TIMEOUT)
+    lines = [*failure.around, *(line for thrown in failure.chain for line in thrown.message.split("\n"))]
+    waited = {int(match["rank"]): match for line in lines if (match := re.search(TIMEOUT, line))}
+    if found is None and not (waited and all(not thrown.frames or "Dist" in thrown.type or "Child" in thrown.type for thrown in failure.chain)):
+        return None
+    match = next(iter(waited.values()), None)
+    what, number = (match["what"], match["number"]) if match else (found["what"], found["number"]) if found else ("", "")
+    states = {int(state["rank"]): int(state["completed"]) for line in lines if (state := re.search(STATE, line))}
+    numbers = {rank: int(one["number"]) for rank, one in waited.items()}
+    seconds = f"{int(match['ms']) / 1000:.0f} s" if match else "the time"
+    evidence = [f"last completed operation of each rank: {', '.join(f'{rank}: {done}' for rank, done in sorted(states.items()))}"] if states else []
+    late = _late(numbers, states, failure.world_size)
+    said = (
+        f"ranks {', '.join(map(str, sorted(waited)))} waited {seconds} in {what} number {number}"
+        if waited
+        else f"a collective operation ({what}) did not end in time"
+    )
+    return Answer(
+        f"{said}, {late}",
+        "py-spy dump --pid PID_OF_THE_LATE_RANK          # what it is doing\n"
+        "every rank must call the same operations in the same order: look for `if rank == 0:` around one, and for loaders of unequal length\n"
+        "init_process_group(..., timeout=timedelta(hours=1))   # only where a rank is slow on purpose (saving, validation)",
+        evidence,
+    )
+
+
+def _late(numbers: dict[int, int], states: dict[int, int], world: int | None) -> str:
+    """Which rank was behind, as far as the log tells."""
+    known = set(numbers) | set(states)
+    size = world or (max(known) + 1 if known else 0)
+    absent = sorted(set(range(size)) - set(numbers))
+    if len(states) > 1 and min(states.values()) < max(states.values()):
+        late = min(states, key=lambda rank: states[rank])
+        return f"and rank {late} is behind: it had completed {states[late]}, others {max(states.values())}"
+    if len(set(numbers.values())) > 1:
+        late = min(numbers, key=lambda rank: numbers[rank])
+        return f"and rank {late} waited in another one ({numbers[late]}): the ranks do not call the same operations"
+    if absent:
+        return f"and rank {', '.join(map(str, absent))} never came to it"
+    return "and this text does not say which rank was behind: the log of the rank that is missing here does"
+
+
+@kind("FE087", "nccl-error")
+def nccl_error(failure: FailureRecord) -> Answer | None:
+    """NCCL could not do its work.
+
+    What:
+        The library through which the GPUs talk to each other reported an error of its own, of CUDA or of the system.
+    Why it happens:
+        "unhandled system error": no network interface that reaches the others, /dev/shm too small, a rank that died. "unhandled cuda error": out
+        of memory, or two ranks on one GPU. "invalid usage": two ranks on one GPU. "remote process exited": another rank died first.
+    How to mend it:
+        `NCCL_DEBUG=INFO` prints the reason; `NCCL_SOCKET_IFNAME=eth0` chooses the interface; `torch.cuda.set_device(local_rank)` before
+        `init_process_group`.
+    Sources:
+        https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
+    """
+    found = hit(
+        failure,
+        DIST,
+        r"(?:\[\d+\] is setting up NCCL communicator.{0,200}?)?NCCL (?:error in: |Error )(?P<place>[^,\n]*?)(?:, |: "
+        r")(?P<why>(?:unhandled|internal|invalid|remote)"
+        r"[\w ]*?(?:error|usage|argument|failed))(?:.*?Last error:\s*(?P<last>[^\n]+))?",
+        r"NCCL communicator was aborted(?P<aborted>.*?)$",
+        r"\[Rank \d+\] NCCL (?:watchdog thread|error)",
+        r"ProcessGroupNCCL is only supported with GPUs, no GPUs found(?P<none>!?)",
+    )
+    if found is None:
+        return None
+    if "no GPUs found" in found.thrown.message[:120]:
+        return Answer("the backend nccl was asked for, and this process sees no GPU", 'init_process_group("nccl" if torch.cuda.is_available() else "gloo")')
+    why, last = found["why"], found["last"]
+    duplicate = near(failure, r"Duplicate GPU detected ?:? ?(?:rank (?P<one>\d+) and rank (?P<other>\d+))?")
+    if duplicate:
+        ranks = f" (ranks {duplicate['one']} and {duplicate['other']})" if duplicate["one"] else ""
+        return Answer(f"two ranks use one GPU{ranks}", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # before init_process_group')
+    if "out of memory" in last or near(failure, r"NCCL WARN Cuda failure.{0,8} 'out of memory'|Failed to CUDA (?:c|m)alloc"):
+        return Answer(
+            "NCCL found no room for its buffers: the GPU's memory is full",
+            "leave some room: a smaller batch, or NCCL_BUFFSIZE=2097152\n"
+            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # are several ranks on one GPU?',
+        )
+    if "remote" in why or "aborted" in found.thrown.message[:40] or near(failure, r"Connection closed by (?:remote )?peer|remote process exited"):
+        return Answer("another rank ended first, and this one noticed", "look at the FIRST error of the other ranks; this one only follows")
+    reason = f" ({last})" if last else ""
+    return Answer(
+        f"NCCL reports {why or 'an error'}{reason}",
+        "NCCL_DEBUG=INFO torchrun ... train.py        # prints the reason\n"
+        "NCCL_SOCKET_IFNAME=eth0 torchrun ...         # the interface that reaches the other machines (ip addr)\n"
+        "df -h /dev/shm                               # NCCL needs room there, too",
+    )
+
+
+@kind("FE088", "gloo-error", reports=True)
+def gloo_error(failure: FailureRecord) -> Answer | None:
+    """A rank that waits for another in vain (gloo).
+
+    What:
+        The connection to another rank was closed, or an operation did not end in time.
+    Why it happens:
+        The other rank died (its own error stands elsewhere), hangs, or does not call the same operations.
+    How to mend it:
+        Look at the first error of the other ranks; look for operations that only some ranks call.
+    Sources:
+        https://docs.pytorch.org/docs/stable/distributed.html
+    """
+    found = hit(
+        failure,
+        DIST,
+        r"\[[^\]]*gloo[^\]]*\] (?P<why>Connection closed by peer|Connection reset by peer|Timed out waiting (?P<ms>\d+)ms for "
+        r"(?P<what>\w+) operation to complete"
+        r"|Read error|Application timeout caused pair closure|Socket closed)[^\[\n]*(?:\[(?P<peer>[^\]]*)\])?",
+        r"(?P<why>Timed out waiting (?P<ms>\d+)ms for (?P<what>\w+) operation to complete)",
+        r".{0,80}?gloo.{0,200}?(?P<why>Connection closed by peer|Timed out waiting (?P<ms>\d+)ms)",
+        r"Rank (?P<me>\d+) (?:failed to pass monitoredBarrier|timed out) in (?P<ms>\d+)\s*ms",
+        r"(?P<why>Ranks? (?P<missing>[\d, ]+) failed to pass monitoredBarrier in (?P<ms>\d+) ms)",
+    )
+    if found is None:
+        return None
+    if found["missing"]:
+        return Answer(
+            f"rank {found['missing']} did not come to the barrier within {found.number('ms') / 1000:g} s",
+            "look at what that rank was doing: py-spy dump --pid PID",
+        )
+    if found["ms"]:
+        return Answer(
+            f"an operation did not end within {found.number('ms') / 1000:g} s: another rank hangs, died, or does not call it",
+            "every rank must call the same operations in the same order: look for `if rank == 0:` around one\npy-spy dump --pid PID_OF_THE_OTHER_RANK",
+        )
+    return Answer("another rank ended first, and its connection was closed", "look at the FIRST error of the other ranks; this one only follows")
+
+
+@kind("FE089", "a-rank-failed", reports=True)
+def a_rank_failed(failure: FailureRecord) -> Answer | None:
+    """torchrun's summary: a rank failed.
+
+    What:
+        torchrun ended all ranks because one of them failed, and says which was the first.
+    Why it happens:
+        Whatever the traceback of that rank says, further up in the log. By a signal: SIGKILL is most often the OOM killer, SIGSEGV native
+        code.
+    How to mend it:
+        Look for `[rankN]:` of the rank that is named, or let the ranks write files: `torchrun --log-dir logs --redirects 3`.
+    Sources:
+        https://docs.pytorch.org/docs/stable/elastic/errors.html
+    """
+    found = hit(
+        failure,
+        ("ChildFailedError", "Exception"),
+        r"\s*=*\s*(?P<name>\S[^\n]*?) FAILED.*?Root Cause \(first observed failure\):.*?rank\s*: (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)"
+        r"\s*exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)(?:.*?traceback\s*: (?P<trace>[^\n]*))?",
+    )
+    if found is None:
+        return None
+    signal = re.search(r"Signal (?P<number>\d+) \((?P<name>SIG\w+)\)", found["trace"])
+    how = f"was ended by {signal['name']}" if signal else f"left with exit code {found['code']}"
+    kill = signal is not None and signal["name"] == "SIGKILL"
+    return Answer(
+        f"rank {found['rank']} was the first to fail: it {how} (process {found['pid']})" + ("; the OOM killer is the first to suspect" if kill else ""),
+        'dmesg -T | grep -i -E "oom|killed process"; cat /sys/fs/cgroup/memory.events'
+        if kill
+        else f"grep -n -A30 '^\\[rank{found['rank']}\\]: Traceback' LOG       # its own traceback says why\n"
+        "torchrun --log-dir logs --redirects 3 ... train.py     # a file for each rank",
+    )

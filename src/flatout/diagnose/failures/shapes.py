@@ -1,0 +1,225 @@
+"""Failures of sizes: products, views, broadcasting, tensors put together."""
+
+from __future__ import annotations
+
+import re
+
+from flatout.diagnose.kind import RUNTIME, Answer, hit, kind, layer, on_own_line, seen, shape, sizes
+from flatout.plan.failure import FailureRecord
+
+SIZE = r"(?:torch\.Size\()?\[[-\d, x]*\]\)?"
+
+
+@kind("FE020", "matrix-sizes")
+def matrix_sizes(failure: FailureRecord) -> Answer | None:
+    """A matrix product, or a linear layer, with sizes that do not meet.
+
+    What:
+        The last size of the input must equal `in_features` of the layer (the columns of the first matrix the rows of the second).
+    Why it happens:
+        The images have another size than the network was written for, so that there are more or fewer features after flattening; the batch
+        was flattened into the features; or a transposition is missing.
+    How to mend it:
+        Give the layer the size that arrives: `nn.Linear(arrives, out)`, or let `nn.LazyLinear(out)` find it; or bring the images to the size
+        that the network was written for.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.LazyLinear.html
+    """
+    found = hit(
+        failure,
+        ("RuntimeError", "ValueError"),
+        r"mat1 and mat2 shapes cannot be multiplied \((?P<a>\d+)x(?P<b>\d+) and (?P<c>\d+)x(?P<d>\d+)\)",
+        r"mat1 dim 1 must match mat2 dim 0",
+        r"size mismatch, m1: \[(?P<a>\d+) x (?P<b>\d+)\], m2: \[(?P<c>\d+) x (?P<d>\d+)\]",
+        r"size mismatch, got input \((?P<a>\d+)\), mat \((?P<e>\d+)x(?P<c>\d+)\), vec \((?P<b>\d+)\)",
+        r"a and b must have same reduction dim, but got \[(?P<a>\S+), (?P<b>\S+)\] X \[(?P<c>\S+), (?P<d>\S+)\]",
+        r"Expected size for first two dimensions of batch2 tensor to be: \[(?P<e>\d+), (?P<b>\d+)\] but got: \[(?P<f>\d+), (?P<c>\d+)\]",
+        r"inconsistent tensor size, expected tensor \[(?P<b>\d+)\] and src \[(?P<c>\d+)\] to have the same number of elements",
+    )
+    if found is None:
+        return None
+    a, b, c, d = (found[part] for part in "abcd")
+    weight = failure.module.parameters.get("weight", []) if failure.module else []
+    if len(weight) == 2 and layer(failure):
+        arrives, wants = b, str(weight[1])
+        return Answer(
+            f"{layer(failure)} expects {wants} features and was given {arrives}",
+            f"{failure.module.path if failure.module else 'layer'} = "
+            f"nn.Linear({arrives}, {weight[0]})   # or nn.LazyLinear({weight[0]})\n"
+            f"x = x.flatten(1)   # where the batch went into the features: the first size must stay the batch",
+            sizes(failure),
+        )
+    if not b:
+        return Answer("a matrix product was given sizes that do not meet", "print(a.shape, b.shape)", sizes(failure))
+    first, second = (f"{a}x{b}", f"{c}x{d}") if a and d else (f"size {b}", f"size {c}")
+    hint = "a @ b.T   # if the second is stored the other way round" if d == b else f"nn.Linear({b}, {d or '...'})   # if this is a linear layer"
+    return Answer(f"a product of {first} and {second}{' in ' + layer(failure) if layer(failure) else ''}: {b} and {c} must be equal", hint, sizes(failure))
+
+
+@kind("FE024", "view-size")
+def view_size(failure: FailureRecord) -> Answer | None:
+    """A view or reshape to a size that does not fit.
+
+    What:
+        A view must keep the number of elements, and `view` also their order in memory.
+    Why it happens:
+        The size is written for other images or another batch (the last batch is smaller), or a transposition stands before the view.
+    How to mend it:
+        `x.flatten(1)` or `x.reshape(x.size(0), -1)`, which keep the batch and take whatever is left; after a transposition `reshape`, not `view`.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.Tensor.view.html
+    """
+    found = hit(
+        failure,
+        RUNTIME,
+        r"shape '(?P<wants>\[[-\d, ]*\])' is invalid for input of size (?P<got>\d+)",
+        r"(?P<layout>view size is not compatible with input tensor's size and stride)",
+        r"(?P<layout>Cannot view a tensor with shape)",
+        r"unflatten: Provided sizes (?P<wants>\[[-\d, ]*\]) don't multiply up to the size of dim \d+ \((?P<got>\d+)\)",
+        r"cannot reshape tensor of (?P<got>0) elements into shape (?P<wants>\[[-\d, ]*\])",
+    )
+    if found is None:
+        return None
+    if found["layout"]:
+        return Answer(
+            "`view` was asked of a tensor whose elements do not lie in that order (after a transpose, permute or slice)",
+            "x.reshape(...)   # copies where it must; or x.contiguous().view(...)",
+            sizes(failure),
+        )
+    numbers = [int(size) for size in re.findall(r"-?\d+", found["wants"])]
+    known = 1
+    for size in numbers:
+        known *= size if size > 0 else 1
+    total = found.number("got")
+    why = f": {total:,} is no multiple of {known:,}" if -1 in numbers else f", which holds {known:,}"
+    return Answer(
+        f"{total:,} elements cannot become {found['wants']}{why}",
+        "x = x.flatten(1)   # keeps the batch, takes whatever is left\nx = x.view(x.size(0), -1)",
+        sizes(failure),
+    )
+
+
+@kind("FE025", "broadcast")
+def broadcast(failure: FailureRecord) -> Answer | None:
+    """Two tensors that do not broadcast.
+
+    What:
+        Counted from the last, each size of the two must be equal, or one of them 1.
+    Why it happens:
+        A mask, a weight or a target belongs to another dimension, or the last batch of the epoch is smaller than a buffer of fixed size.
+    How to mend it:
+        Put a dimension of 1 where it belongs: `mask[:, None]`; cut a buffer to the batch: `buffer[: x.size(0)]`.
+    Sources:
+        https://docs.pytorch.org/docs/stable/notes/broadcasting.html
+    """
+    found = hit(
+        failure,
+        RUNTIME,
+        r"The size of tensor a \((?P<a>\d+)\) must match the size of tensor b \((?P<b>\d+)\) at non-singleton dimension (?P<dim>\d+)",
+        r"The expanded size of the tensor \((?P<a>\d+)\) must match the existing size \((?P<b>\d+)\) at non-singleton dimension (?P<dim>\d+)",
+        r"output with shape (?P<out>\[[\d, ]*\]) doesn't match the broadcast shape (?P<wide>\[[\d, ]*\])",
+        r"Attempting to broadcast a dimension of length (?P<b>\d+) at -?\d+!? ?.{0,60}",
+        r"shape mismatch: (?:value tensor of shape (?P<out>\[[\d, ]*\]) cannot be broadcast to indexing result of shape|indexing tensors "
+        r"could not be broadcast "
+        r"together with shapes) (?P<wide>\[.*?\])",
+    )
+    if found is None:
+        return None
+    tensors = on_own_line(failure)
+    names = " and ".join(f"`{tensor.name}` ({shape(str(tensor.shape))})" for tensor in tensors[:3])
+    if found["out"] or found["wide"]:
+        said = f"{found['out'] or 'an index'} and {found['wide']} do not broadcast"
+    elif found["a"]:
+        said = f"{names or 'two tensors'}: sizes {found['a']} and {found['b']} of dimension {found['dim']} do not broadcast"
+    else:
+        said = f"{names or 'two tensors'} do not broadcast"
+    return Answer(
+        said,
+        "small[:, None]            # give the smaller one a dimension of 1 where it belongs\n"
+        "buffer[: batch.size(0)]   # if one has the full batch size and this batch is the last",
+        seen(tensors) or sizes(failure),
+    )
+
+
+@kind("FE026", "concatenation")
+def concatenation(failure: FailureRecord) -> Answer | None:
+    """Tensors of other sizes put together.
+
+    What:
+        `cat` wants equal sizes in every dimension but one, `stack` in all of them.
+    Why it happens:
+        Sequences or images of several sizes, or a skip connection whose two ways halve an odd size differently.
+    How to mend it:
+        `torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)` for sequences, a crop or resize for images, `dim=` for the dimension that
+        is meant to grow.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.rnn.pad_sequence.html
+    """
+    if failure.chain and any(frame.function in ("default_collate", "collate_tensor_fn", "collate") for thrown in failure.chain for frame in thrown.frames):
+        return None
+    found = hit(
+        failure,
+        RUNTIME,
+        r"Sizes of tensors must match except in dimension (?P<dim>\d+)\. (?:Expected size (?P<a>\d+) but got size (?P<b>\d+) for tensor number (?P<at>\d+)"
+        r"|Got (?P<a2>\d+) and (?P<b2>\d+))",
+        r"stack expects each tensor to be equal size, but got (?P<one>\[[\d, ]*\]) at entry 0 and (?P<other>\[[\d, ]*\]) at entry (?P<at>\d+)",
+        r"Tensors must have same number of dimensions: got (?P<a>\d+) and (?P<b>\d+)(?P<dims>)",
+        r"zero-dimensional tensor \(at position (?P<at>\d+)\) cannot be concatenated",
+    )
+    if found is None:
+        return None
+    if found["one"]:
+        return Answer(
+            f"`stack` was given tensors of {shape(found['one'])} and {shape(found['other'])} (entry {found['at']})",
+            "torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)   # rows of several lengths",
+            sizes(failure),
+        )
+    a, b = found["a"] or found["a2"], found["b"] or found["b2"]
+    if not found["dim"]:
+        return Answer(
+            "`cat` was given tensors with other numbers of dimensions" + (f": {a} and {b}" if a else ""),
+            "x.unsqueeze(0)   # give the smaller one its missing dimension",
+            sizes(failure),
+        )
+    return Answer(
+        f"`cat` along dimension {found['dim']} was given sizes {a} and {b} in another dimension" + (f" (tensor {found['at']})" if found["at"] else ""),
+        "torch.cat([...], dim=...)   # the dimension that may differ\nF.interpolate(x, size=other.shape[2:])   # a skip connection of odd sizes",
+        sizes(failure),
+    )
+
+
+@kind("FE029", "one-value-wanted")
+def one_value_wanted(failure: FailureRecord) -> Answer | None:
+    """One value wanted, a tensor of many given.
+
+    What:
+        `.item()`, `float()` or `if` want one value; the tensor holds several.
+    Why it happens:
+        A loss with `reduction="none"`, a comparison of two tensors in an `if`, or a metric for a whole batch.
+    How to mend it:
+        `.mean().item()` for a number, `.all()` or `.any()` for a condition, `.tolist()` for all of them.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.Tensor.item.html
+    """
+    found = hit(
+        failure,
+        ("RuntimeError", "ValueError", "TypeError"),
+        r"a Tensor with (?P<count>\d+) elements cannot be converted to Scalar",
+        r"(?P<truth>Boolean value of Tensor with (?:more than one|no) values? is ambiguous)",
+        r"only one element tensors can be converted to Python scalars",
+        r"only (?:length-1 arrays|0-dimensional arrays) can be converted to Python scalars(?!)",
+    )
+    if found is None:
+        return None
+    names = [tensor.name for tensor in on_own_line(failure)]
+    name = f"`{names[0]}`" if names else "a tensor"
+    if found["truth"]:
+        return Answer(
+            f"{name} holds several values, and a condition wants one", f"{names[0] if names else 'x'}.all()   # or .any()", seen(on_own_line(failure))
+        )
+    many = f"{int(found['count']):,} values" if found["count"] else "several values"
+    return Answer(
+        f"{name} holds {many}, and one number is wanted",
+        f"{names[0] if names else 'x'}.mean().item()   # or .tolist() for all of them",
+        seen(on_own_line(failure)),
+    )

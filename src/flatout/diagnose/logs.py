@@ -1,0 +1,42 @@
+"""Keeps what matters of a text of any size: its end, and every stretch that a failure may stand in."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from typing import IO
+
+TAIL_LINES = 4000
+STRETCH_LINES = 250  # from a line that begins a failure
+BEFORE_LINES = 40
+MOST_STRETCHES = 24  # the first ones: what began it
+LONGEST_LINE = 1 << 14
+
+BEGINS = re.compile(r"Traceback \(most recent call last\)|Watchdog caught collective|Assertion `|Killed process \d+|Bus error|Segmentation fault|Root Cause")
+
+
+def gather(stream: IO[str]) -> str:
+    """Lines of a stream, in order, in bounded memory. A stretch that is left out leaves an empty line behind."""
+    tail: deque[tuple[int, str]] = deque(maxlen=TAIL_LINES)
+    before: deque[tuple[int, str]] = deque(maxlen=BEFORE_LINES)
+    kept: dict[int, str] = {}
+    left, stretches, number = 0, 0, 0
+    while line := stream.readline(LONGEST_LINE):
+        number += 1
+        line = line.rstrip("\n")
+        if not left and stretches < MOST_STRETCHES and BEGINS.search(line):
+            left, stretches = STRETCH_LINES, stretches + 1
+            kept.update(before)
+        if left:
+            kept[number] = line
+            left -= 1
+        before.append((number, line))
+        tail.append((number, line))
+    kept.update(tail)
+    found, last = [], 0
+    for at in sorted(kept):
+        if at != last + 1:
+            found.append("")
+        found.append(kept[at])
+        last = at
+    return "\n".join(found)

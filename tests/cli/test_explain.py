@@ -1,0 +1,90 @@
+"""`flatout explain`: its ways in, its exit codes, its pages; and what a program leaves that a signal has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+ERROR = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10)"
+UNKNOWN = "KeyError: 'lr'"
+
+
+@pytest.mark.parametrize("way", ["words", "several words", "file", "stdin", "no argument"])
+def test_ways_in(flatout, way):
+    (flatout.folder / "train.log").write_text(f"step 3\n{ERROR}\n")
+    words = {"words": [ERROR], "several words": ERROR.split(), "file": ["train.log"], "stdin": ["-"], "no argument": []}[way]
+    done = flatout("explain", *words, stdin=ERROR if way in ("stdin", "no argument") else None)
+    assert done.code == 0
+    assert done.out.startswith("FE020 matrix-sizes: a product of 64x512 and 256x10: 512 and 256 must be equal.\n")
+    assert done.err == ""
+
+
+def test_at_a_terminal_without_words_it_says_how(flatout):
+    outside, inside = pty.openpty()
+    done = flatout.finish(flatout.start("explain", stdin=inside), timeout=30)
+    os.close(inside)
+    os.close(outside)
+    assert done.code == 2
+    assert "flatout explain train.log" in done.err
+
+
+def test_json(flatout):
+    done = flatout("explain", "--json", ERROR)
+    (one,) = json.loads(done.out)
+    assert (one["rule"], one["severity"], one["ranks"]) == ("FE020", "the program ends", [])
+    assert "nn.Linear(512, 10)" in one["mend"]
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_what_is_unknown_leaves_with_1(flatout, options):
+    done = flatout("explain", *options, UNKNOWN)
+    assert done.code == 1
+    assert "does not guess" in done.out or json.loads(done.out) == []
+
+
+@pytest.mark.parametrize(("words", "says"), [(["missing.log"], "missing.log cannot be read"), (["runs/3"], "cannot be read"), (["."], "cannot be read"),
+                                             (["FE999"], "there is no kind FE999")])
+def test_mistakes(flatout, words, says):
+    done = flatout("explain", *words)
+    assert done.code == 2
+    assert says in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_page(flatout):
+    done = flatout("explain", "FE040")
+    assert done.code == 0
+    for word in ("The GPU's memory is full.", "What:", "Why it happens:", "How to mend it:", "Sources:"):
+        assert word in done.out
+
+
+def test_bytes_that_are_no_text(flatout):
+    (flatout.folder / "core.log").write_bytes(b"\xff\xfe\x00" * 1000 + f"\n{ERROR}\n".encode())
+    assert flatout("explain", "core.log").code == 0
+
+
+@pytest.mark.parametrize(("command", "ending", "code", "says"), [
+    ("trial", "os.kill(os.getpid(), signal.SIGKILL)", 137, "killed from outside (SIGKILL)"),
+    ("tune", "os.kill(os.getpid(), signal.SIGSEGV)", 139, "a segmentation fault")])
+def test_a_program_that_a_signal_has_ended(flatout, script, tmp_path, command, ending, code, says):
+    """It cannot speak any more, so its parent does."""
+    script(f"import os, signal\n{ending}\n")
+    options = ["--out", str(tmp_path / "record.json")] if command == "trial" else ["--budget", "10s"]
+    done = flatout(command, *options, "python", "train.py")
+    assert done.code == code
+    assert any(says in line for line in done.said), done.err
+
+
+def test_a_program_that_dies_in_a_trial_is_explained(flatout, script, tmp_path):
+    pytest.importorskip("torch")
+    script("import torch\nloss = torch.ones(3).sum()\nloss.backward()\n")
+    done = flatout("trial", "--out", str(tmp_path / "record.json"), "python", "train.py")
+    assert done.code == 1
+    assert "flatout: `loss` has no graph: no parameter that requires a gradient took part in it." in done.said
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["status"] == "failed"
+    assert "has no graph" in record["log_tail"]

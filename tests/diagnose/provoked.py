@@ -1,0 +1,900 @@
+"""Small programs that really fail, each with its mended twin: ``program(well=False)`` dies, ``program(well=True)`` runs through.
+
+    python provoked.py OUT.json [NAME ...]     provokes these, or all that are quick, and writes what a dying process would have seen
+
+A program marked ``apart`` changes its process (limits, groups of processes, signals) and gets a forked one of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+
+@dataclass(frozen=True)
+class Program:
+    """``code`` is the kind that it must be explained as; ``says`` are words of the user's that the cause must hold."""
+
+    name: str
+    code: str
+    says: tuple[str, ...]
+    run: Callable[[bool], object]
+    apart: bool
+    tried: str  # why the mended twin is not run; empty where it is
+    slow: bool  # provoked by the benchmark, not by the tests
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(code: str, *says: str, apart: bool = False, tried: str = "", slow: bool = False) -> Callable:
+    def keep(run: Callable[[bool], object]) -> Callable[[bool], object]:
+        PROGRAMS[run.__name__] = Program(run.__name__, code, says, run, apart, tried, slow)
+        return run
+
+    return keep
+
+
+class Net(torch.nn.Module):
+    """A small classifier of 28x28 images; its second part expects ``features``."""
+
+    def __init__(self, features: int = 392, channels: int = 1) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Conv2d(channels, 8, 3, stride=4), torch.nn.ReLU(), torch.nn.Flatten())
+        self.fc1 = torch.nn.Linear(features, 10)
+
+    def forward(self, x):
+        return self.fc1(self.body(x))
+
+
+class Rows(Dataset):
+    """Ten rows; ``make(at)`` gives one."""
+
+    def __init__(self, make: Callable[[int], object]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, at):
+        return self.make(at)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def group(rank: int = 0, size: int = 1, port: int = 0, timeout_s: float = 5.0) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port or free_port()), RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+
+
+# -- devices ------------------------------------------------------------------------------------------------------
+
+
+@program("FE001", "meta", "cpu")
+def two_devices(well):
+    mean = torch.zeros(4, device="cpu" if well else "meta")
+    batch = torch.ones(8, 4)
+    return (batch - mean).sum()
+
+
+@program("FE001", "meta", "cpu", "fc1")
+def model_on_another_device(well):
+    model = Net()
+    model.fc1.to_empty(device="cpu" if well else "meta")
+    return model(torch.ones(2, 1, 28, 28))
+
+
+@program("FE002")
+def no_driver(well):
+    device = "cuda" if torch.cuda.is_available() or not well else "cpu"
+    return torch.zeros(3, device=device)
+
+
+@program("FE007", apart=True, tried="a spawned process needs a GPU to show that it works")
+def cuda_after_fork(well):
+    try:
+        torch.cuda.init()
+    except RuntimeError:
+        pass  # no driver here, and yet the process counts as one that has used CUDA
+    number = os.fork()
+    if number == 0:
+        raise_in_child(lambda: torch.zeros(1).cuda())
+    os.waitpid(number, 0)
+    reraise_from_child()
+
+
+# -- dtypes -------------------------------------------------------------------------------------------------------
+
+
+@program("FE010", "Linear", "float64", "float32")
+def double_input(well):
+    numbers = torch.tensor([[0.5] * 392], dtype=torch.float32 if well else torch.float64)
+    return Net().fc1(numbers)
+
+
+@program("FE010", "body.0")
+def bytes_into_a_convolution(well):
+    images = torch.zeros(2, 1, 28, 28, dtype=torch.uint8)
+    return Net()(images.float() / 255 if well else images)
+
+
+@program("FE011", "target")
+def float_labels(well):
+    target = torch.tensor([1.0, 2.0])
+    return F.cross_entropy(torch.zeros(2, 3), target.long() if well else target)
+
+
+@program("FE011")
+def integer_targets_of_a_regression(well):
+    wanted = torch.tensor([1, 0, 1])
+    guess = torch.zeros(3, requires_grad=True)
+    F.huber_loss(guess, wanted.float() if well else wanted).backward()
+
+
+@program("FE011", "float32")
+def integer_targets_of_a_binary_loss(well):
+    wanted = torch.tensor([1, 0, 1])
+    return F.binary_cross_entropy_with_logits(torch.zeros(3), wanted.float() if well else wanted)
+
+
+@program("FE012", "linalg.inv", "float16")
+def half_on_the_cpu(well):
+    matrix = torch.eye(3).to(torch.float32 if well else torch.float16)
+    return torch.linalg.inv(matrix)
+
+
+@program("FE013", "tokens")
+def float_indices(well):
+    tokens = torch.tensor([1.0, 2.0])
+    return torch.nn.Embedding(5, 4)(tokens.long() if well else tokens)
+
+
+@program("FE014")
+def bfloat16_to_numpy(well):
+    weights = torch.zeros(3, dtype=torch.bfloat16)
+    return (weights.float() if well else weights).numpy()
+
+
+# -- shapes -------------------------------------------------------------------------------------------------------
+
+
+@program("FE020", "fc1", "392", "128")
+def linear_of_another_size(well):
+    return Net(features=392 if well else 128)(torch.ones(2, 1, 28, 28))
+
+
+@program("FE020", "4x3")
+def matrices_that_do_not_meet(well):
+    a, b = torch.ones(4, 3), torch.ones(4, 3)
+    return a @ (b.T if well else b)
+
+
+@program("FE021", "body.0", "3", "1")
+def grey_images_into_a_colour_network(well):
+    return Net(channels=1 if well else 3)(torch.ones(2, 1, 28, 28))
+
+
+@program("FE021")
+def numpy_images_have_channels_last(well):
+    images = torch.ones(2, 32, 32, 3)
+    return torch.nn.Conv2d(3, 4, 3)(images.permute(0, 3, 1, 2) if well else images)
+
+
+@program("FE022", "8", "4")
+def batchnorm_of_another_width(well):
+    return torch.nn.BatchNorm1d(8 if well else 4)(torch.ones(2, 8))
+
+
+@program("FE023")
+def batchnorm_of_one_sample(well):
+    rows = torch.ones(9, 4)
+    loader = DataLoader(rows, batch_size=4, drop_last=well)
+    norm = torch.nn.BatchNorm1d(4)
+    for batch in loader:
+        norm(batch)
+
+
+@program("FE024", "400")
+def view_of_another_size(well):
+    x = torch.ones(2, 16, 4, 4)
+    return x.flatten(1) if well else x.view(-1, 400)
+
+
+@program("FE024")
+def view_of_what_is_not_contiguous(well):
+    x = torch.ones(2, 3, 4).transpose(1, 2)
+    return x.reshape(2, 12) if well else x.view(2, 12)
+
+
+@program("FE025", "logits", "mask")
+def sizes_that_do_not_broadcast(well):
+    logits = torch.ones(4, 10)
+    mask = torch.ones(4, 1) if well else torch.ones(4, 7)
+    return logits * mask
+
+
+@program("FE026")
+def cat_of_other_sizes(well):
+    left, right = torch.ones(4, 3), torch.ones(5, 3)
+    return torch.cat([left, right], dim=0 if well else 1)
+
+
+@program("FE026")
+def stack_of_other_sizes(well):
+    rows = [torch.ones(3), torch.ones(3 if well else 4)]
+    return torch.stack(rows)
+
+
+@program("FE027", "10", "8")
+def layer_norm_of_another_width(well):
+    return torch.nn.LayerNorm(8 if well else 10)(torch.ones(2, 8))
+
+
+@program("FE027")
+def recurrent_input_of_another_width(well):
+    return torch.nn.LSTM(8 if well else 10, 4)(torch.ones(5, 2, 8))
+
+
+@program("FE027")
+def attention_of_another_width(well):
+    x = torch.ones(5, 2, 8 if well else 6)
+    return torch.nn.MultiheadAttention(8, 2)(x, x, x)
+
+
+@program("FE028")
+def image_smaller_than_the_kernel(well):
+    return torch.nn.Conv2d(1, 1, 5)(torch.ones(1, 1, 8, 8) if well else torch.ones(1, 1, 3, 3))
+
+
+@program("FE028")
+def nothing_left_to_pool(well):
+    return F.max_pool2d(torch.ones(1, 1, 4, 4) if well else torch.ones(1, 1, 1, 1), 2)
+
+
+@program("FE029")
+def item_of_many(well):
+    losses = torch.ones(4)
+    return (losses.mean() if well else losses).item()
+
+
+@program("FE029")
+def truth_of_many(well):
+    right = torch.tensor([True, False])
+    return 1 if (right.all() if well else right) else 0
+
+
+# -- losses -------------------------------------------------------------------------------------------------------
+
+
+@program("FE030", "tokens", "7", "5")
+def token_outside_the_vocabulary(well):
+    embedding = torch.nn.Embedding(8 if well else 5, 4)
+    tokens = torch.tensor([[0, 1], [7, 2]])
+    return embedding(tokens)
+
+
+@program("FE031", "target", "3")
+def label_out_of_range(well):
+    target = torch.tensor([0, 1, 3])
+    logits = torch.zeros(3, 4 if well else 3)
+    return F.cross_entropy(logits, target)
+
+
+@program("FE032", "8", "4")
+def labels_of_another_batch(well):
+    logits = torch.zeros(8, 3)
+    return F.cross_entropy(logits, torch.zeros(8 if well else 4, dtype=torch.long))
+
+
+@program("FE032")
+def one_hot_labels(well):
+    target = torch.zeros(4, 1, dtype=torch.long)
+    return F.nll_loss(torch.zeros(4, 3), target[:, 0] if well else target)
+
+
+@program("FE033")
+def bce_of_another_shape(well):
+    guess, wanted = torch.full((8, 1), 0.5), torch.ones(8)
+    return torch.nn.BCELoss()(guess, wanted[:, None] if well else wanted)
+
+
+@program("FE033")
+def bce_with_logits_of_another_shape(well):
+    guess, wanted = torch.zeros(8, 1), torch.ones(8)
+    return torch.nn.BCEWithLogitsLoss()(guess, wanted[:, None] if well else wanted)
+
+
+@program("FE034")
+def bce_of_logits(well):
+    logits, wanted = torch.tensor([2.0, -1.0]), torch.ones(2)
+    return F.binary_cross_entropy_with_logits(logits, wanted) if well else F.binary_cross_entropy(logits, wanted)
+
+
+# -- memory and files ---------------------------------------------------------------------------------------------
+
+
+@program("FE041", apart=True)
+def more_than_the_host_has(well):
+    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+    cache = torch.empty((1 << 10) if well else (1 << 36), dtype=torch.uint8)
+    return cache.numel()
+
+
+@program("FE042", apart=True)
+def killed_from_outside(well):
+    if not well:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@program("FE045", apart=True)
+def a_crash_below_python(well):
+    if not well:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+@program("FE044", apart=True)
+def too_many_files(well):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    kept = []
+    for _ in range(200):
+        handle = open(os.devnull)  # noqa: SIM115
+        if well:
+            handle.close()
+        kept.append(handle)
+
+
+# -- autograd -----------------------------------------------------------------------------------------------------
+
+
+@program("FE060")
+def loss_without_grad(well):
+    weight = torch.ones(3, requires_grad=True)
+    with torch.set_grad_enabled(well):
+        loss = (weight * 2).sum()
+    loss.backward()
+
+
+@program("FE061")
+def backward_twice(well):
+    weight = torch.ones(3, requires_grad=True)
+    loss = weight.exp().sum()
+    loss.backward(retain_graph=well)
+    loss.backward()
+
+
+@program("FE062", "Exp")
+def changed_in_place(well):
+    weight = torch.ones(3, requires_grad=True)
+    hidden = weight.exp()
+    if well:
+        hidden = hidden + 1
+    else:
+        hidden += 1
+    hidden.sum().backward()
+
+
+@program("FE063")
+def a_leaf_changed_in_place(well):
+    weight = torch.ones(3, requires_grad=True)
+    with torch.set_grad_enabled(not well):
+        weight -= 0.1
+
+
+@program("FE064", "losses")
+def backward_of_many(well):
+    weight = torch.ones(3, requires_grad=True)
+    losses = weight * 2
+    (losses.mean() if well else losses).backward()
+
+
+@program("FE065", "Sqrt")
+def nan_under_anomaly_detection(well):
+    weight = torch.zeros(3, requires_grad=True)
+    with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        root = torch.sqrt(weight + (1e-6 if well else 0))
+        (root * 0).sum().backward()
+
+
+@program("FE066")
+def numpy_of_what_needs_grad(well):
+    loss = torch.ones(3, requires_grad=True).sum()
+    return (loss.detach() if well else loss).numpy()
+
+
+@program("FE067")
+def integers_that_need_grad(well):
+    return torch.ones(3, dtype=torch.float32 if well else torch.int64, requires_grad=True)
+
+
+@program("FE068")
+def unscaled_twice(well):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(2):
+        scaler.scale(weight.sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        if well:
+            scaler.update()
+
+
+@program("FE069")
+def nothing_to_optimize(well):
+    layers = [torch.nn.Linear(2, 2)]
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(layers) if well else layers
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# -- loading ------------------------------------------------------------------------------------------------------
+
+
+@program("FE070", "KeyError", "worker process 0", apart=True)
+def an_error_in_a_worker(well):
+    labels = {f"img{at}": at for at in range(10 if well else 4)}
+    return [batch.sum() for batch in DataLoader(Rows(lambda at: labels[f"img{at}"]), num_workers=1, batch_size=2)]
+
+
+def dies(at: int, how: Callable[[], object], well: bool) -> int:
+    if at == 0 and not well:  # before anything is handed over: what the main process would meet then is a matter of luck
+        how()
+    return at
+
+
+@program("FE071", "SIGKILL", apart=True)
+def a_worker_that_is_killed(well):
+    return list(DataLoader(Rows(lambda at: dies(at, lambda: os.kill(os.getpid(), signal.SIGKILL), well)), num_workers=1))
+
+
+@program("FE071", "unexpectedly", apart=True)
+def a_worker_that_leaves(well):
+    return list(DataLoader(Rows(lambda at: dies(at, lambda: os._exit(3), well)), num_workers=1))
+
+
+@program("FE043", apart=True)
+def a_worker_without_shared_memory(well):
+    return list(DataLoader(Rows(lambda at: dies(at, lambda: os.kill(os.getpid(), signal.SIGBUS), well)), num_workers=1))
+
+
+@program("FE072", "[3]", "[4]")
+def samples_of_other_sizes(well):
+    return list(DataLoader(Rows(lambda at: torch.ones(3 if well else 3 + at)), batch_size=4))
+
+
+@program("FE073", "NoneType")
+def a_sample_that_is_none(well):
+    return list(DataLoader(Rows(lambda at: at if well or at != 3 else None), batch_size=2))
+
+
+def square(x: int) -> int:
+    return x * x
+
+
+@program("FE073", "NoneType")
+def samples_that_are_none(well):
+    return list(DataLoader(Rows(lambda at: at if well else None), batch_size=2))
+
+
+@program("FE074", "lambda")
+def a_lambda_for_a_spawned_worker(well):
+    work = square if well else lambda x: x * x
+    if well:
+        return pickle.dumps(work)
+    return multiprocessing.get_context("spawn").Process(target=work, args=(2,)).start()
+
+
+UNGUARDED = """
+import json, multiprocessing, sys, traceback
+from flatout.capture.failing import look
+
+def hear(kind, error, trace):
+    json.dump([look(error).to_json(), "".join(traceback.format_exception(kind, error, trace))], open({out!r}, "w"))
+
+def work():
+    pass
+
+sys.excepthook = hear
+{guard}
+    child = multiprocessing.get_context("spawn").Process(target=work)
+    child.start()
+    child.join()
+"""
+
+
+@program("FE075")
+def a_script_without_a_main_guard(well):
+    with tempfile.TemporaryDirectory() as folder:
+        script, out = Path(folder) / "train.py", Path(folder) / "seen.json"
+        script.write_text(UNGUARDED.format(out=str(out), guard='if __name__ == "__main__":' if well else "if True:"))
+        subprocess.run([sys.executable, str(script)], check=True)
+        if out.exists():
+            raise Carried(out.read_text())
+
+
+@program("FE076", "1", apart=True)
+def a_loader_that_waits_too_long(well):
+    wait = 0.0 if well else 2.5
+    return list(DataLoader(Rows(lambda at: time.sleep(wait) or at), num_workers=1, timeout=30 if well else 1))
+
+
+# -- ranks --------------------------------------------------------------------------------------------------------
+
+
+class Half(torch.nn.Module):
+    """Uses the second of its layers or not."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.both = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), both
+
+    def forward(self, x):
+        return self.second(self.first(x)) if self.both else self.first(x)
+
+
+@program("FE080", "2", "3", apart=True)
+def parameters_without_a_gradient(well):
+    group()
+    model = torch.nn.parallel.DistributedDataParallel(Half(both=well))
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@program("FE081", "first.", apart=True)
+def a_parameter_that_is_ready_twice(well):
+    from torch.utils.checkpoint import checkpoint
+
+    class Twice(Half):
+        def forward(self, x):
+            x = checkpoint(self.first, x, use_reentrant=not well)
+            return checkpoint(self.first, x, use_reentrant=not well)
+
+    group()
+    model = torch.nn.parallel.DistributedDataParallel(Twice(True), find_unused_parameters=True)
+    model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+
+
+@program("FE082", apart=True)
+def a_port_in_use(well):
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        port = free_port() if well else other.getsockname()[1]
+        dist.TCPStore("127.0.0.1", port, 1, True, timedelta(seconds=3))
+
+
+@program("FE083", "RANK", apart=True)
+def a_rank_without_an_address(well):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if well:
+        group()
+    else:
+        dist.init_process_group("gloo")
+
+
+@program("FE084", apart=True)
+def nobody_answers(well):
+    port = free_port()
+    if well:
+        dist.TCPStore("127.0.0.1", port, 1, True, timedelta(seconds=3))
+    else:
+        dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=1))
+
+
+@program("FE084", apart=True)
+def a_rank_that_does_not_come(well):
+    dist.TCPStore("127.0.0.1", free_port(), 1 if well else 2, True, timedelta(seconds=1))
+
+
+@program("FE085")
+def no_process_group(well):
+    if well and not dist.is_initialized():
+        return 0
+    return dist.get_rank()
+
+
+def two_ranks(first: Callable[[], object], second: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Rank 0 is this process."""
+    port = free_port()
+    number = os.fork()
+    if number == 0:
+        group(1, 2, port, timeout_s)
+        second()
+        os._exit(0)
+    try:
+        group(0, 2, port, timeout_s)
+        first()
+    finally:
+        os.kill(number, signal.SIGKILL)
+        os.waitpid(number, 0)
+
+
+@program("FE088", apart=True)
+def a_rank_that_is_gone(well):
+    def sums():
+        for _ in range(2):
+            dist.all_reduce(torch.ones(2))
+
+    two_ranks(sums, sums if well else lambda: dist.all_reduce(torch.ones(2)))
+
+
+@program("FE088", apart=True)
+def a_rank_that_stays_behind(well):
+    two_ranks(lambda: dist.all_reduce(torch.ones(2)), lambda: (time.sleep(0 if well else 20), dist.all_reduce(torch.ones(2))), timeout_s=20.0 if well else 2.0)
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------------
+
+
+@program("FE090", "module.")
+def a_checkpoint_of_a_wrapped_model(well):
+    model = Net()
+    saved = {f"module.{name}": value for name, value in model.state_dict().items()}
+    if well:
+        saved = {name.removeprefix("module."): value for name, value in saved.items()}
+    model.load_state_dict(saved)
+
+
+@program("FE090", "fc2.weight")
+def a_checkpoint_with_other_keys(well):
+    saved = Net().state_dict()
+    if not well:
+        saved["fc2.weight"] = saved.pop("fc1.weight")
+    Net().load_state_dict(saved)
+
+
+@program("FE091", "fc1.weight", "10x128", "10x392")
+def a_checkpoint_of_other_sizes(well):
+    Net(392).load_state_dict(Net(392 if well else 128).state_dict())
+
+
+class Settings:
+    """What people put into checkpoints."""
+
+    lr = 0.1
+
+
+def saved(what: object) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return file
+
+
+@program("FE092", "Settings")
+def a_checkpoint_with_a_class(well):
+    file = saved({"settings": Settings()})
+    with torch.serialization.safe_globals([Settings] if well else []):
+        return torch.load(file, weights_only=True)
+
+
+@program("FE093")
+def half_a_checkpoint(well):
+    data = saved(torch.zeros(100_000)).getvalue()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.pt"
+        path.write_bytes(data if well else data[: len(data) // 2])
+        return torch.load(path)
+
+
+@program("FE093")
+def half_a_small_checkpoint(well):
+    data = saved([torch.zeros(3)]).getvalue()
+    return torch.load(io.BytesIO(data if well else data[: len(data) // 2]))
+
+
+@program("FE093")
+def a_page_of_html_for_a_checkpoint(well):
+    return torch.load(saved([1]) if well else io.BytesIO(b"<!doctype html><html>"))
+
+
+@program("FE093")
+def an_empty_checkpoint(well):
+    return torch.load(saved([1]) if well else io.BytesIO(b""))
+
+
+@program("FE094", apart=True)
+def a_checkpoint_of_a_gpu(well):
+    torch.serialization.register_package(1, lambda storage: "cuda:0", lambda storage, location: None)
+    file = saved(torch.ones(3))
+    return torch.load(file, map_location="cpu" if well else None)
+
+
+@program("FE095")
+def an_optimizer_of_another_model(well):
+    saved = torch.optim.SGD(Net().parameters(), lr=0.1).state_dict()
+    model = Net() if well else torch.nn.Linear(2, 2)
+    torch.optim.SGD(model.parameters(), lr=0.1).load_state_dict(saved)
+
+
+@program("FE096", apart=True)
+def a_disk_that_is_full(well):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with tempfile.TemporaryDirectory() as folder:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30 if well else 4096, resource.RLIM_INFINITY))
+        try:
+            torch.save(torch.ones(10_000), f"{folder}/model.pt")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@program("FE097", "runs")
+def a_folder_that_is_not_there(well):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "runs" / "model.pt"
+        if well:
+            path.parent.mkdir()
+        torch.save([1], path)
+
+
+# -- compiling ----------------------------------------------------------------------------------------------------
+
+
+@program("FE100")
+def recompiled_for_each_number(well):
+    torch._dynamo.reset()
+
+    @functools.partial(torch.compile, backend="eager", fullgraph=True, dynamic=well)
+    def scale(x):
+        return x * 2
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for length in range(2, 6):
+            scale(torch.ones(length))
+
+
+@program("FE101")
+def a_graph_that_breaks(well):
+    @functools.partial(torch.compile, backend="eager", fullgraph=not well)
+    def step(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    return step(torch.ones(3))
+
+
+@program("FE102", apart=True, slow=True, tried="a compiler would compile for longer than the whole table takes")
+def no_compiler(well):
+    os.environ["PATH"] = ""
+    os.environ.pop("CXX", None)
+    os.environ.pop("CC", None)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
+
+    @torch.compile
+    def step(x):
+        return x.sin() + 1
+
+    return step(torch.ones(3))
+
+
+@program("FE104", "torchvision::nms")
+def an_extension_that_does_not_fit(well):
+    if not well:
+        torch.library.register_fake("torchvision::nms", lambda *a: None)
+
+
+@program("FE104", "missing_by_design")
+def a_symbol_that_is_not_there(well):
+    import ctypes
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "ext.c", Path(folder) / "_C.so"
+        source.write_text("int _ZN3c10missing_by_designEv(void);\nint f(void) { return _ZN3c10missing_by_designEv(); }\n"
+                          + ("int _ZN3c10missing_by_designEv(void) { return 0; }\n" if well else ""))
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+        ctypes.CDLL(str(library), os.RTLD_NOW)
+
+
+# -- running them -------------------------------------------------------------------------------------------------
+
+_CARRIED = os.path.join(tempfile.gettempdir(), f"flatout-provoked-{os.getpid()}")
+
+
+def raise_in_child(fails: Callable[[], object]) -> None:
+    try:
+        fails()
+    except Exception as error:
+        seen, text = _seen(error)
+        Path(_CARRIED).write_text(json.dumps([seen, text]))
+    os._exit(1)
+
+
+class Carried(Exception):
+    """What a child of a program has seen."""
+
+
+def reraise_from_child() -> None:
+    data = Path(_CARRIED).read_text()
+    Path(_CARRIED).unlink()
+    raise Carried(data)
+
+
+def _seen(error: BaseException) -> tuple[dict, str]:
+    from flatout.capture.failing import look
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own would raise again for a second worker, here
+    trace = error.__traceback__
+    # The frames of this file's own harness are not the program's.
+    trace = trace.tb_next if trace is not None else None
+    return look(error.with_traceback(trace)).to_json(), "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _die(one: Program, well: bool) -> dict:
+    try:
+        one.run(well)
+    except Carried as carried:
+        seen, text = json.loads(str(carried))
+        return {"live": seen, "text": text}
+    except Exception as error:
+        try:
+            seen, text = _seen(error)
+        except RuntimeError:  # it came before that
+            seen, text = _seen(error)
+        return {"live": seen, "text": text}
+    return {}
+
+
+def _apart(one: Program, well: bool) -> dict:
+    """In a forked process; one that a signal ends has nothing to say but that."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "seen.json"
+        number = os.fork()
+        if number == 0:
+            signal.alarm(60)
+            try:
+                out.write_text(json.dumps(_die(one, well)))
+            except BaseException:
+                out.write_text(json.dumps({"text": traceback.format_exc()}))
+            os._exit(0)
+        status = os.waitpid(number, 0)[1]
+        if os.WIFSIGNALED(status):
+            return {"signal": os.WTERMSIG(status), "text": ""}
+        return json.loads(out.read_text())
+
+
+def provoke(one: Program) -> dict:
+    run = _apart if one.apart else _die
+    ill = run(one, False)
+    mended = {} if one.tried else run(one, True)
+    return {"name": one.name, "code": one.code, **ill, "mended": mended.get("text", "") if "signal" not in mended else "killed", "tried": one.tried}
+
+
+def main() -> None:
+    names = sys.argv[2:] or [name for name, one in PROGRAMS.items() if not one.slow]
+    results = []
+    for name in names:
+        began = time.monotonic()
+        results.append({**provoke(PROGRAMS[name]), "seconds": round(time.monotonic() - began, 2)})
+    Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

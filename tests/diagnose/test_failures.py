@@ -1,0 +1,104 @@
+"""Forty and more failures, really provoked: explained from the dying process and from the text of its traceback, and their mends tried."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flatout.diagnose.explain import explain, explain_text
+from flatout.diagnose.failures import TABLE
+from flatout.plan.failure import FailureRecord
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(240)
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from provoked import PROGRAMS  # noqa: E402
+
+NAMES = [name for name, one in PROGRAMS.items() if not one.slow]
+ENDED_BY_A_SIGNAL = ("FE042", "FE045")  # such a process leaves no text
+
+
+@pytest.fixture(scope="module")
+def provoked(tmp_path_factory) -> dict[str, dict]:
+    """What each program left behind: one process runs them all."""
+    out = tmp_path_factory.mktemp("provoked") / "seen.json"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLATOUT_", "RANK", "WORLD_SIZE", "MASTER_"))}
+    command = [sys.executable, str(HERE / "provoked.py"), str(out)]
+    done = subprocess.run(command, env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {one["name"]: one for one in json.loads(out.read_text())}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_explained_in_the_dying_process(provoked, name):
+    seen, program = provoked[name], PROGRAMS[name]
+    record = FailureRecord(signal=seen["signal"]) if "signal" in seen else FailureRecord.from_json(seen["live"])
+    finding = explain(record)
+    assert finding is not None, seen["text"]
+    assert finding.rule == program.code, seen["text"]
+    for word in program.says:
+        assert word in finding.said, seen["text"]
+    assert finding.mend
+    if "signal" not in seen and record.own is not None:
+        assert finding.place is not None
+        assert Path(finding.place.file).name in ("provoked.py", "train.py")
+        assert finding.place.line > 0
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if PROGRAMS[name].code not in ENDED_BY_A_SIGNAL])
+def test_explained_from_the_text(provoked, name):
+    """A text lacks the tensors and the layer, but not the kind, and not the line."""
+    seen, program = provoked[name], PROGRAMS[name]
+    told = explain_text("epoch 3, loss 0.71\n" + seen["text"])
+    assert [one.finding.rule for one in told] == [program.code], seen["text"]
+    live = explain(FailureRecord.from_json(seen["live"]))
+    assert live is not None
+    if program.code != "FE065":  # the line of the operation is known to the graph alone
+        assert told[0].finding.place == live.place
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not PROGRAMS[name].tried])
+def test_the_mended_program_runs(provoked, name):
+    assert provoked[name]["mended"] == ""
+
+
+def test_enough_kinds_are_provoked():
+    assert len(PROGRAMS) >= 40
+    assert len({program.code for program in PROGRAMS.values()}) >= 40
+    assert len(TABLE) >= 60
+
+
+def test_what_only_a_living_process_knows(provoked):
+    """The layer's own name, the bad label and its place, the operation that was changed."""
+    def said(name):
+        finding = explain(FailureRecord.from_json(provoked[name]["live"]))
+        assert finding is not None
+        return finding
+
+    assert said("linear_of_another_size").said == "`fc1` (Linear) expects 128 features and was given 392"
+    nan = said("nan_under_anomaly_detection")
+    assert nan.said.startswith("the gradient of `Sqrt` is the first that is no number (")
+    assert nan.place is not None
+    assert "torch.sqrt(weight" in nan.place.text
+    label = said("label_out_of_range")
+    assert "`target` holds the label 3 at [2]" in label.said
+    assert "3 outputs" in label.said
+    token = said("token_outside_the_vocabulary")
+    assert "`tokens` holds 7 at [1, 0]" in token.said
+    assert "5 rows" in token.said
+    assert "target: 3 int64 on cpu" in label.evidence
+
+
+def test_no_value_of_the_data_is_kept(provoked):
+    """Of tensors of fractions nothing but their form; of whole numbers the two ends."""
+    for seen in provoked.values():
+        if "live" in seen:
+            for tensor in FailureRecord.from_json(seen["live"]).tensors:
+                assert (tensor.low is None) == (tensor.high is None)
+                assert tensor.low is None or tensor.dtype in ("int64", "int32", "int16", "int8", "uint8")

@@ -1,0 +1,247 @@
+"""Texts: recorded ones of failures that cannot be had here, logs of many ranks, mangled ones, and those that must stay unknown."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from flatout.diagnose.explain import explain_text, lines
+from flatout.diagnose.failures import TABLE
+from flatout.diagnose.kind import SECTIONS
+from flatout.diagnose.logs import gather
+from flatout.diagnose.tracebacks import read
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(Path(__file__).parent))
+from recorded import FRAMES, RECORDED  # noqa: E402
+
+
+@pytest.mark.parametrize("one", RECORDED, ids=[f"{at}-{one.code}" for at, one in enumerate(RECORDED)])
+def test_recorded_failures(one):
+    told = explain_text(one.text)
+    assert [each.finding.rule for each in told] == [one.code]
+    for word in one.says:
+        assert word in lines(told[0].finding, told[0].ranks)[0] + told[0].finding.mend
+    assert told[0].finding.mend
+    if "/home/me/train.py" in one.text:
+        place = told[0].finding.place
+        assert place is not None
+        assert (place.file, place.line, place.text) == ("/home/me/train.py", 24, "loss = criterion(model(images), labels)")
+
+
+# -- pages ----------------------------------------------------------------------------------------------------------
+
+
+def test_codes_and_names_are_given_once():
+    assert len({kind.code for kind in TABLE}) == len({kind.name for kind in TABLE}) == len(TABLE)
+    assert [kind.code for kind in TABLE] == sorted((kind.code for kind in TABLE), key=lambda code: int(code[2:])), "the table is in the order of the codes"
+
+
+@pytest.mark.parametrize("kind", TABLE, ids=[kind.code for kind in TABLE])
+def test_every_kind_has_its_page(kind):
+    assert kind.title
+    assert len(kind.title) < 100
+    for section in SECTIONS:
+        assert kind.section(section), section
+    assert all(line.startswith("https://") for line in kind.section("Sources").splitlines())
+
+
+# -- what is not known ----------------------------------------------------------------------------------------------
+
+OWN = '''Traceback (most recent call last):
+  File "/home/me/train.py", line 9, in <module>
+    {line}
+{error}
+'''
+ORDINARY = [
+    ("config['lr']", "KeyError: 'lr'"),
+    ("import models.resnet", "ModuleNotFoundError: No module named 'models.resnet'"),
+    ("assert batch > 0", "AssertionError: the size of the batch must be positive"),
+    ("raise ValueError(text)", "ValueError: not enough memory in the replay buffer for 3 sizes"),
+    ("raise ValueError('Target size (torch.Size([8])) must be the same as input size (torch.Size([8, 1]))')",
+     "ValueError: Target size (torch.Size([8])) must be the same as input size (torch.Size([8, 1]))"),
+    ("raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')", "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ("check(x)", "ValueError: size mismatch in the configuration"),
+    ("check(x)", "RuntimeError: the device is not on the same planet"),
+    ("open('data.csv')", "FileNotFoundError: [Errno 2] No such file or directory: 'data.csv'"),
+    ("rows[7]", "IndexError: list index out of range"),
+    ("int('x')", "ValueError: invalid literal for int() with base 10: 'x'"),
+    ("f()", "TypeError: f() missing 1 required positional argument: 'x'"),
+    ("model.backwards()", "AttributeError: 'Net' object has no attribute 'backwards'"),
+    ("1 / 0", "ZeroDivisionError: division by zero"),
+    ("socket.bind(('', 80))", "OSError: [Errno 98] Address already in use"),
+    ("pickle.load(file)", "EOFError: Ran out of input"),
+    ("pickle.load(file)", "_pickle.UnpicklingError: invalid load key, '<'."),
+    ("json.load(file)", "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+    ("shutil.copy(a, b)", "OSError: [Errno 28] No space left on device"),
+    ("zipfile.ZipFile(p)", "zipfile.BadZipFile: File is not a zip file"),
+    ("subprocess.run(cmd, check=True)", "subprocess.CalledProcessError: Command '['ls']' returned non-zero exit status 2."),
+    ("time.sleep(9)", "KeyboardInterrupt"),
+    ("requests.get(url)", "TimeoutError: timed out"),
+    ("os.environ['HOME_OF_DATA']", "KeyError: 'HOME_OF_DATA'"),
+    ("next(rows)", "StopIteration"),
+    ("import triton_helpers", "ModuleNotFoundError: No module named 'triton_helpers'"),
+    ("import triton", "ModuleNotFoundError: No module named 'triton'"),
+    ("table['RANK']", "KeyError: 'RANK'"),
+    ("pickle.dumps(f)", "_pickle.PicklingError: Can't pickle <function <lambda> at 0x7f0>: attribute lookup <lambda> on __main__ failed"),
+    ("copy.deepcopy(db)", "TypeError: cannot pickle 'sqlite3.Connection' object"),
+    ("db.connect()", "RuntimeError: failed to connect to db.internal:5432"),
+    ("call()", "myproject.errors.UserError: the budget is gone"),
+    ("call()", "myproject.errors.Unsupported: this codec"),
+    ("a + b", "ValueError: operands could not be broadcast together with shapes (3,) (4,)"),
+    ("loop()", "RuntimeError: dictionary changed size during iteration"),
+    ("loop()", "RuntimeError: Event loop is closed"),
+    ("f(1)", "RecursionError: maximum recursion depth exceeded"),
+    ("fit(x, y)", "ValueError: Found input variables with inconsistent numbers of samples: [3, 4]"),
+    ("image.load()", "OSError: image file is truncated (3 bytes not processed)"),
+    ("np.load(p)", "ValueError: Object arrays cannot be loaded when allow_pickle=False"),
+    ("sock.recv(1)", "RuntimeError: Socket Timeout"),
+]
+
+
+@pytest.mark.parametrize(("line", "error"), ORDINARY, ids=[f"{at}" for at in range(len(ORDINARY))])
+def test_ordinary_errors_stay_unknown(line, error):
+    assert explain_text(OWN.format(line=line, error=error)) == []
+
+
+@pytest.mark.parametrize("text", [
+    "", "\n\n", "hello", "the kernel was killed by a new design", "memory 3.2 GiB", "loss nan", "step 137 size 64 CUDA memory 3 GB",
+    "Killed it! 97 % accuracy\nbest epoch 12", "epoch 3\ndone", "exit code 0", "Traceback (most recent call last):", 'File "x.py", line 3',
+    "[rank0]: hello\n[rank1]: there", "WARNING: out of memory is possible", "rank 3 finished",
+    "sending SIGKILL to stragglers in 10 s", "HTTP status code 137 items", "RuntimeError", "RuntimeError: ", "ValueError: bad size"])
+def test_words_are_no_failure(text):
+    assert explain_text(text) == []
+
+
+@given(st.text(max_size=400))
+@example("\x00\x1b[31mTraceback (most recent call last):\n")
+@example("Traceback (most recent call last):\n" * 3)
+@example("[rank99999999999999999999]: x")
+@example("Error(s) in loading state_dict for X:\n\tsize mismatch for")
+def test_any_text_is_read(text):
+    assert explain_text(text) == []
+    for failure in read(text):
+        assert isinstance(failure.to_json(), dict)
+
+
+@given(st.sampled_from(RECORDED), st.integers(0, 4000), st.integers(0, 4000), st.text(max_size=30))
+def test_mangled_texts_never_raise_and_never_name_another_kind(one, begin, end, noise):
+    """A piece is cut out and something put in its place: the right kind, a near one of the same death, or none."""
+    begin, end = sorted((begin % (len(one.text) + 1), end % (len(one.text) + 1)))
+    told = explain_text(one.text[:begin] + noise + one.text[end:])
+    assert {each.finding.rule for each in told} <= {one.code, *NEAR.get(one.code, ())}
+    for each in told:
+        assert "\x1b" not in "".join(lines(each.finding))
+
+
+# What is left of a text may tell less: the summary of a launcher without its tail, a bus error without its worker, a full memory told by cuBLAS.
+NEAR = {"FE043": ("FE071",), "FE089": ("FE042",), "FE040": ("FE051",), "FE105": ()}
+
+
+@given(st.sampled_from(RECORDED), st.integers(0, 100))
+def test_truncated_texts_never_name_another_kind(one, cut):
+    told = explain_text(one.text[: len(one.text) * cut // 100])
+    assert {each.finding.rule for each in told} <= {one.code, *NEAR.get(one.code, ())}
+
+
+# -- logs -----------------------------------------------------------------------------------------------------------
+
+OOM = next(one for one in RECORDED if one.code == "FE040").text
+
+
+def test_ranks_that_speak_through_each_other():
+    by_rank = [[f"[rank{rank}]: {line}" for line in OOM.splitlines()] for rank in (0, 3)]
+    mixed = "\n".join(line for pair in zip(*by_rank, strict=True) for line in pair)
+    told = explain_text("step 1\n" + mixed + "\nstep 2")
+    assert [(one.finding.rule, one.ranks) for one in told] == [("FE040", [0, 3])]
+    assert lines(told[0].finding, told[0].ranks)[0].startswith("rank 0, 3: ")
+
+
+@pytest.mark.parametrize("label", ["[default{rank}]:", "[1,{rank}]<stderr>:", "[rank{rank}]:"])
+def test_labels_of_launchers(label):
+    text = "\n".join(label.format(rank=2) + line for line in OOM.splitlines())
+    told = explain_text(text)
+    assert [(one.finding.rule, one.ranks) for one in told] == [("FE040", [2])]
+
+
+def test_lines_with_a_time_before_them():
+    text = "\n".join(f"2026-11-21T22:10:{at:02d}.118Z {line}" for at, line in enumerate(OOM.splitlines()))
+    told = explain_text(text)
+    assert [one.finding.rule for one in told] == ["FE040"]
+    assert told[0].finding.place is not None
+    assert told[0].finding.place.line == 24
+
+
+def test_the_root_of_a_chain_and_what_only_follows():
+    """An error of the program's own, raised while handling torch's, does not hide it; torchrun's summary steps back behind a rank's own words."""
+    own = OWN.format(line="raise SystemError(1)", error="SystemError: 1")
+    chained = OOM + "\nDuring handling of the above exception, another exception occurred:\n\n" + own
+    assert [one.finding.rule for one in explain_text(chained)] == ["FE040"]
+    launcher = next(one for one in RECORDED if one.code == "FE089").text
+    assert [one.finding.rule for one in explain_text(OOM + "\n" + launcher)] == ["FE040"]
+
+
+def test_a_worker_brings_its_own_traceback():
+    text = FRAMES + '''KeyError: Caught KeyError in DataLoader worker process 1.
+Original Traceback (most recent call last):
+  File "/usr/lib/python3/dist-packages/torch/utils/data/_utils/worker.py", line 349, in _worker_loop
+    data = fetcher.fetch(index)
+  File "/home/me/data.py", line 12, in __getitem__
+    return self.labels[name]
+KeyError: 'img7'
+'''
+    (told,) = explain_text(text)
+    assert told.finding.rule == "FE070"
+    assert "KeyError in DataLoader worker process 1 at /home/me/data.py:12 in __getitem__: 'img7'" in told.finding.said
+    inner = text.replace("KeyError: Caught KeyError", "RuntimeError: Caught RuntimeError")
+    inner = inner.replace("KeyError: 'img7'", "RuntimeError: a Tensor with 3 elements cannot be converted to Scalar")
+    assert [one.finding.rule for one in explain_text(inner)] == ["FE029"]
+
+
+def test_a_worker_that_ends_while_it_hands_over_a_batch():
+    text = """Traceback (most recent call last):
+  File "/home/me/train.py", line 9, in <module>
+    for batch in loader:
+  File "/usr/lib/python3/dist-packages/torch/utils/data/dataloader.py", line 1300, in _try_get_data
+    data = self._data_queue.get(timeout=timeout)
+  File "/usr/lib/python3/dist-packages/torch/multiprocessing/reductions.py", line 541, in rebuild_storage_fd
+    fd = df.detach()
+  File "/usr/lib/python3.11/multiprocessing/connection.py", line 395, in _recv
+    chunk = read(handle, remaining)
+ConnectionResetError: [Errno 104] Connection reset by peer
+"""
+    assert [one.finding.rule for one in explain_text(text)] == ["FE071"]
+    assert explain_text(text.replace("rebuild_storage_fd", "ask").replace("_try_get_data", "ask")) == []
+
+
+@pytest.mark.parametrize(("text", "code"), [
+    ("epoch 1\nKilled\n", "FE042"), ("train.sh: line 3: 812 Killed   python train.py", "FE042"), ("Command exited with code 137", "FE042"),
+    ("epoch 1\nSegmentation fault (core dumped)", "FE045"), ("epoch 1\nBus error (core dumped)", "FE043"), ("Aborted (core dumped)", "FE045"),
+    ("epoch 1\nIllegal instruction (core dumped)", "FE045"), ("process exit code: -9", "FE042")])
+def test_a_log_that_only_ends(text, code):
+    assert [one.finding.rule for one in explain_text(text)] == [code]
+
+
+def test_an_endless_log_keeps_its_tracebacks():
+    """What stands in the middle of 200,000 lines is found; what is kept is bounded."""
+    def log():
+        yield from (f"step {at} loss 0.{at}" for at in range(100_000))
+        yield from OOM.splitlines()
+        yield from (f"[rank1]: waiting {at}" for at in range(100_000))
+
+    text = gather(io.StringIO("\n".join(log())))
+    assert len(text.splitlines()) < 10_000
+    assert [one.finding.rule for one in explain_text(text)] == ["FE040"]
+    assert max(map(len, gather(io.StringIO("x" * 300_000)).splitlines())) <= 1 << 14
+
+
+def test_what_a_terminal_would_obey_is_taken_out():
+    text = OWN.format(line="model(x\x1b[2J)", error="RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)\x1b]0;owned\x07")
+    (told,) = explain_text(text)
+    assert "\x1b" not in "\n".join(lines(told.finding))
+    assert told.finding.rule == "FE020"
