@@ -14,15 +14,18 @@ import torch
 from step_loop import make, steps
 
 from flatout.capture.scene import Scene
+from flatout.cli.watching import Counting
 
 BLOCK_S = 0.004  # short, so that what the machine does meanwhile hits all four blocks alike
 FEWEST_STEPS = 5
 
 
-def switch(scene, on):
+def switch(scene, on, watched):
     if on and not scene.ledger.entries():
         scene.install()
         scene.rest()
+        if watched:
+            Counting().install(torch, scene.ledger)
     elif not on:
         scene.ledger.restore()
     if bool(scene.ledger.entries()) != on:
@@ -35,6 +38,7 @@ def main():
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure")
+    parser.add_argument("--watched", action="store_true", help="count as `flatout run --watch` does, beside resting")
     args = parser.parse_args()
     torch.set_num_threads(1)
     data = torch.randn(args.batch, args.width)
@@ -48,7 +52,7 @@ def main():
     while time.perf_counter() - start < args.seconds or len(rounds) < 3:
         times = []
         for on in (False, True, True, False):
-            switch(scene, on)
+            switch(scene, on, args.watched)
             steps(model, optimizer, data, fewest=2)  # what a switch has made cold
             times.append(round(1e6 * statistics.median(steps(model, optimizer, data, fewest=count)), 2))
         rounds.append(times)

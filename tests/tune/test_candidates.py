@@ -10,7 +10,7 @@ from flatout.levers import TABLE
 from flatout.plan.plan import spell
 from flatout.plan.records import Contest, Ratio
 from flatout.plan.words import Effect, Status
-from flatout.tune.candidates import Candidate, consider, plan_of, recall, widest, without_long_starts
+from flatout.tune.candidates import Candidate, consider, plan_of, promising_first, recall, widest, without_long_starts
 
 LEVER = {lever.name: lever for lever in TABLE}
 EVERY = frozenset(Effect) - {Effect.CHANGES_MATH}
@@ -159,3 +159,10 @@ def test_a_plan_is_in_the_order_in_which_levers_act():
     assert plan_of(reversed(chosen)).digest == plan_of(chosen).digest
     assert widest(chosen) is Effect.ROUNDING
     assert widest(chosen[1:2]) is Effect.EXACT
+
+
+def test_what_a_profile_asked_for_comes_first_and_nothing_is_lost():
+    found = consider(options(), EVERY, None)
+    again = promising_first(found, ["loader", "a_lever_of_tomorrow", "gc_pause"])
+    assert list(again)[:2] == ["loader", "gc_pause"]
+    assert again == found

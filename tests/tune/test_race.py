@@ -77,7 +77,7 @@ def test_a_pair_that_dies_rejects_neither(two):
 def tuning(tmp_path):
     (tmp_path / "train.py").touch()
     command = understand((sys.executable, str(tmp_path / "train.py")))
-    tuning = Tuning(command, JobFolder(tmp_path / "job").make(), look(), SessionRecord([], str(tmp_path), {}), Goal(36.0))
+    tuning = Tuning(command, JobFolder(tmp_path / "job").make(), look(), SessionRecord([], str(tmp_path), {}), Goal(48.0))
     for name, values, effect in (("malloc", ("tcmalloc", "jemalloc"), Effect.EXACT), ("fused_optimizer", ("fused", "foreach"), Effect.ROUNDING),
                                  ("gc_pause", (True,), Effect.EXACT), ("compile", ("default",), Effect.ROUNDING), ("debug_off", (True,), Effect.EXACT)):
         tuning.candidates[name] = Candidate(LEVER[name], values, effect)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from flatout.capture.frames import place_of, users_line
 from flatout.capture.ledger import Ledger
 
 HUGE = 2**40  # endless samplers pretend to a length
@@ -38,6 +39,7 @@ class Loaders:
         self.rules: list[LoaderRule] = []
         self.feed_rules: list[FeedRule] = []
         self.seen: list[dict[str, Any]] = []
+        self.number: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # loader -> its place in ``seen``
         self.alive: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()  # loader -> what the script asked for
         self._feeds: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._dataset: Callable[[], Any] | None = None
@@ -70,7 +72,9 @@ class Loaders:
                 self._dataset = _weakly(dataset)
             if changed.get("persistent_workers") and not asked.get("persistent_workers"):
                 self._made_persistent.add(loader)
-            self.seen.append(_describe(loader, dataset, asked))
+            place = place_of(users_line(sys._getframe(1)))
+            self.number[loader] = len(self.seen)
+            self.seen.append({**_describe(loader, dataset, asked), "place": place.to_json() if place is not None else None})
 
         ledger.set(loader_class, "__init__", init_heard)
         self._keep_the_draw(ledger)
@@ -133,6 +137,23 @@ class Loaders:
             return batch
 
         ledger.set(iterator_class, "__next__", next_heard)
+        self._hear_iterators(ledger, scene)
+
+    def _hear_iterators(self, ledger: Ledger, scene: Any) -> None:
+        """Wrap the beginning of an epoch: workers are started there."""
+        loader_class = self.torch.utils.data.DataLoader
+        begin = loader_class.__iter__
+
+        @wraps(begin)
+        def iter_heard(loader: Any) -> Any:
+            if scene.asleep:
+                return begin(loader)
+            scene.listener.iterator_begin(loader)
+            iterator = begin(loader)
+            scene.listener.iterator_end(loader, iterator)
+            return iterator
+
+        ledger.set(loader_class, "__iter__", iter_heard)
 
     def data_is_random(self) -> bool:
         """Whether fetching a sample of the first map-style data set draws random numbers; True where it cannot be told."""
@@ -197,6 +218,7 @@ def _describe(loader: Any, dataset: Any, asked: dict[str, Any]) -> dict[str, Any
         "asked_workers": asked.get("num_workers", 0),
         "pin_memory": bool(loader.pin_memory),
         "persistent_workers": bool(loader.persistent_workers),
+        "prefetch_factor": loader.prefetch_factor,
         "iterable": not is_map_style(dataset),
     }
 

@@ -132,6 +132,10 @@ class Scene:
         """The DataLoaders themselves, in the order in which they were made."""
         return list(self._loaders.alive)
 
+    def number_of_loader(self, loader: Any) -> int | None:
+        """The place of a DataLoader in ``loaders``; None for one that was made before we came."""
+        return self._loaders.number.get(loader)
+
     def report(self, lever: str, sentence: str) -> None:
         self.reports.append((lever, sentence))
 

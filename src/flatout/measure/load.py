@@ -44,7 +44,7 @@ def copies_that_fit(torch: Any, device_type: str, processes: int = 1) -> int:
 
     ``processes`` are the like of this process that one program consists of (the ranks of this machine).
     """
-    copies = 1 + int(SPARE * _available_bytes() // (max(1, _resident_bytes()) * processes))
+    copies = 1 + int(SPARE * _available_bytes() // (max(1, resident_bytes()) * processes))
     if device_type == "cuda":
         free, _ = torch.cuda.mem_get_info()
         copies = min(copies, 1 + int(SPARE * free // (torch.cuda.max_memory_reserved() + CONTEXT_BYTES)))
@@ -66,8 +66,18 @@ def _available_bytes() -> int:
         return available
 
 
-def _resident_bytes() -> int:
+def resident_bytes(pid: int | str = "self") -> int:
+    """Memory of a process that is in RAM; 1 where nobody tells. Source: proc_pid_statm(5)."""
     try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 1
+
+
+def private_bytes(pid: int) -> int | None:
+    """Memory of a process that it shares with nobody; None where nobody tells. Source: proc_pid_smaps_rollup(5)."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty")))
+    except (OSError, ValueError):
+        return None

@@ -41,6 +41,10 @@ class PhaseRecorder:
         if len(self._steps) > KEPT_STEPS:
             del self._steps[0]
 
+    def leave_out(self) -> None:
+        """Drop the spans of the step that ends here: it was no quiet one."""
+        self._spans = []
+
     def waited_ms(self) -> float:
         """Of the step that is open: how long the program has waited for data."""
         return float(sum(self._host.elapsed_ms(start, end) for phase, start, end in self._spans if phase == "data"))

@@ -31,18 +31,19 @@ def session_tables(session: SessionRecord) -> RenderableType:
     lines: list[RenderableType] = [Text(story.headline(session), style=OUTCOMES.get(story.outcome(session), "bold"))]
     message = story.message(session)
     if message:
-        lines.append(_text(message))
+        lines.append(text(message))
     details = story.details(session)
     if details:
         lines += ["", Padding(Text(details, style="dim", overflow="fold"), (0, 0, 0, 2))]
-    lines += _section(_before_after(session))
-    lines += _section(_levers(session))
+    lines += section(_before_after(session))
+    lines += section(_levers(session))
+    lines += section(_predictions(session))
     closing = [("guard", story.guard_sentence(session.guard)), ("pays back", story.payback_sentence(session)), ("tried", story.effort(session))]
     if story.neighbours(session):
         closing.append(("neighbours", story.neighbours(session)))
     if story.noise(session):
         closing.append(("noise floor", f"{story.noise(session)}, the plain program against itself"))
-    lines += _section(_pairs([(name, _text(words)) for name, words in closing if words]))
+    lines += section(pairs([(name, text(words)) for name, words in closing if words]))
     following = story.next_step(session)
     if following.command:
         lines += ["", Text(following.why), Padding(Text(following.command, style="bold", overflow="fold"), (0, 0, 0, 2))]
@@ -58,9 +59,9 @@ def plan_table(plan: Plan, code: Mapping[str, str], reasons: Mapping[str, str]) 
     lines: list[RenderableType] = []
     for choice in plan:
         title = Text.assemble((one_line(choice.name, 80), "bold"), " = ", one_line(setting(choice.value)), (f"   {ORIGINS[choice.origin]}", "dim"))
-        notes = [_text(choice.evidence)] if choice.evidence else []
+        notes = [text(choice.evidence)] if choice.evidence else []
         if choice.name in reasons:
-            notes.append(Text("but: ", style="yellow") + _text(reasons[choice.name]))
+            notes.append(Text("but: ", style="yellow") + text(reasons[choice.name]))
         lines += [title, *(Padding(note, (0, 0, 0, 2)) for note in notes)]
         if code.get(choice.name):
             # Not folded into one line, and not wrapped more than the terminal must: it is there to be copied.
@@ -68,27 +69,27 @@ def plan_table(plan: Plan, code: Mapping[str, str], reasons: Mapping[str, str]) 
         lines.append("")
     if not lines:
         lines = [Text("The Plan is empty: the program runs as it is."), ""]
-    absent = [(name, _text(reason)) for name, reason in reasons.items() if plan.get(name) is None]
+    absent = [(name, text(reason)) for name, reason in reasons.items() if plan.get(name) is None]
     if absent:
-        lines += [Text("not in the Plan", style="dim"), _pairs(absent)]
+        lines += [Text("not in the Plan", style="dim"), pairs(absent)]
     return Group(*lines[:-1] if lines[-1] == "" else lines)
 
 
-def _section(table: RenderableType | None) -> list[RenderableType]:
+def section(table: RenderableType | None) -> list[RenderableType]:
     return [] if table is None else ["", table]
 
 
 def _before_after(session: SessionRecord) -> Table | None:
     rows = story.before_after(session)
     both = story.both_sides(rows)
-    table = _table("", "plain", "tuned", "change") if both else _table("", "plain")
+    table = table_of("", "plain", "tuned", "change") if both else table_of("", "plain")
     for column in table.columns[1:3]:
         column.justify = "right"
     for row in rows:
         if not both:
-            table.add_row(Text(row.what, style="dim"), _text(row.plain))
+            table.add_row(Text(row.what, style="dim"), text(row.plain))
             continue
-        table.add_row(Text(row.what, style="dim"), _text(row.plain), _text(row.tuned), _text(row.change + (f" ({row.spread})" if row.spread else "")))
+        table.add_row(Text(row.what, style="dim"), text(row.plain), text(row.tuned), text(row.change + (f" ({row.spread})" if row.spread else "")))
     return table if rows else None
 
 
@@ -103,11 +104,19 @@ def _levers(session: SessionRecord) -> RenderableType | None:
         table.add_column(width=width + 2, overflow="fold")
         for record in members:
             ratio = [] if status == Status.SKIPPED else [_ratio(record)]
-            table.add_row(Padding(Text(names[id(record)]), (0, 0, 0, 2)), *ratio, _text(story.because(record)))
+            table.add_row(Padding(Text(names[id(record)]), (0, 0, 0, 2)), *ratio, text(story.because(record)))
         if len(table.columns) == 3:
             table.columns[1].no_wrap, table.columns[1].min_width = True, 17
         groups += [*([""] if groups else []), Text(status, style=STYLES.get(status, "bold")), table]
     return Group(*groups) if groups else None
+
+
+def _predictions(session: SessionRecord) -> Table | None:
+    """What the profile had promised, beside what came of it."""
+    grid = table_of("the profile found", "predicted", "measured", "with")
+    for row in story.predicted_and_measured(session):
+        grid.add_row(*map(text, row))
+    return grid if grid.rows else None
 
 
 def _ratio(record: LeverRecord) -> Text:
@@ -117,7 +126,7 @@ def _ratio(record: LeverRecord) -> Text:
     return Text(times(record.ratio) + (f" ({inside})" if inside else ""))
 
 
-def _pairs(rows: Iterable[tuple[str, Text]]) -> Table:
+def pairs(rows: Iterable[tuple[str, Text]]) -> Table:
     """Names to the left, sentences to the right."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(max_width=26, overflow="fold")
@@ -127,14 +136,14 @@ def _pairs(rows: Iterable[tuple[str, Text]]) -> Table:
     return table
 
 
-def _table(*names: str) -> Table:
+def table_of(*names: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=True, show_edge=False, header_style="dim")
     for name in names:
         table.add_column(name, overflow="fold")
     return table
 
 
-def _text(words: object) -> Text:
+def text(words: object) -> Text:
     return Text(_ascii(one_line(words)), overflow="fold")
 
 

@@ -39,9 +39,9 @@ class Trial:
     """One run of the program. Use as a context manager: whatever happens, the process group is ended."""
 
     def __init__(self, command: Command, folder: TrialFolder, plan: Plan, facts: Facts, seed: int | None = 0, show: bool = False,
-                 reseed: bool = False, table: str = TABLE, shake: float = 0.0) -> None:
+                 reseed: bool = False, table: str = TABLE, shake: float = 0.0, watch: bool = False) -> None:
         self.command, self.folder, self.plan, self.facts, self.seed, self.show, self.reseed = command, folder, plan, facts, seed, show, reseed
-        self.table, self.shake = table, shake
+        self.table, self.shake, self.watch = table, shake, watch
         self.ready: dict[str, Any] = {}
         self.attached = False  # some process of the program has imported torch
         self.started_s = 0.0
@@ -65,7 +65,8 @@ class Trial:
             self._listener.bind(str(address))
             self._listener.listen(64)
             self._listener.settimeout(0)
-            spec = TrialSpec(str(self.folder.path.resolve()), str(address), self.plan, self.facts, self.seed, self.reseed, table=self.table, shake=self.shake)
+            spec = TrialSpec(str(self.folder.path.resolve()), str(address), self.plan, self.facts, self.seed, self.reseed, table=self.table, shake=self.shake,
+                             watch=self.watch)
             write_json(self.folder.spec, spec.to_json())
         except OSError as error:
             raise StorageError(f"cannot prepare a trial in {self.folder.path}: {error.strerror}") from None
@@ -109,6 +110,13 @@ class Trial:
 
     def switch(self, choices: Sequence[Choice], deadline_s: float) -> dict[str, Any]:
         return self.ask({"do": "switch", "choices": [c.to_json() for c in choices]}, deadline_s)
+
+    def listen(self, ear: str, deadline_s: float, **wishes: Any) -> dict[str, Any]:
+        """Some ticks under an ear of ``trial.listening``: what it heard, its ticks' milliseconds as ``ms``, or ``why_not``."""
+        answer = self.ask({"do": "listen", "ear": ear, **wishes}, deadline_s)
+        self.hold()
+        self.ticks_done += len(answer.get("ms", ()))
+        return answer
 
     def finish(self, deadline_s: float | None = None, draws: bool = False) -> TrialRecord:
         """Stop the program and take its record. ``draws``: let it fetch a few samples again and again first, for the guard."""

@@ -29,6 +29,10 @@ class Recorder:
             self._losses.append([loss.detach().clone() for loss in losses] if len(losses) > 1 else losses[0].detach().clone())
             self.loss_steps.append(self.scene.steps)
 
+    def kept(self) -> list[Any]:
+        """The tensors that we keep of the program's."""
+        return [part for loss in self._losses if not isinstance(loss, str) for part in (loss if isinstance(loss, list) else [loss])]
+
     def batch(self, batch: Any, describe: bool) -> None:
         """A batch from a DataLoader. Describing it costs time, and is done while the program warms up."""
         self.from_loader = True

@@ -30,6 +30,7 @@ class TrialSpec:
     entry: str = ENTRY
     shake: float = 0.0
     shelter: bool = True
+    watch: bool = False  # loaders, garbage collection and habits are watched beside the steps, for a profile
     table: str = TABLE  # "module:NAME" of the levers that a Plan's names stand for
 
     def to_json(self) -> dict[str, Any]:
@@ -38,7 +39,7 @@ class TrialSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrialSpec:
-        names = ("folder", "address", "seed", "reseed", "entry", "shake", "shelter", "table")
+        names = ("folder", "address", "seed", "reseed", "entry", "shake", "shelter", "watch", "table")
         return cls(**{n: data[n] for n in names}, plan=Plan.from_json(data["plan"]), facts=Facts.from_json(data["facts"]))
 
 

@@ -6,6 +6,10 @@ Commands (one JSON object a line), each answered by one object:
     {"do": "switch", "choices": [...]}  make exactly these live levers hold
     {"do": "options"}                   what every lever says of this program
     {"do": "replica", "choices": [...]} run the guard's step replica under these live levers
+    {"do": "listen", "ear": name, ...}  run some ticks under an ear (trial/listening.py), then tell what it heard
+    {"do": "watch"}                     what was watched since this was last asked, for a profile (trial/watch.py)
+    {"do": "record"}                    the record so far
+    {"do": "fetch"}                     fetch some batches again and again, and tell which lines of the data set take long
     {"do": "finish"}                    write the record and stop the program; "draws" fetches some samples again and again
 
 Only one process of the program is measured: the first that finishes a step claims the trial. The others run under the
@@ -41,9 +45,12 @@ from flatout.plan.lever import Options
 from flatout.plan.records import TrialRecord
 from flatout.plan.words import Moment
 from flatout.trial.channel import Channel, Hangup
+from flatout.trial.fetching import fetches
+from flatout.trial.listening import Ear, Surroundings, ear_for
 from flatout.trial.ranks import Ranks, choices_of
 from flatout.trial.recorder import Recorder
 from flatout.trial.spec import TrialSpec, levers
+from flatout.trial.watch import Watch
 
 SLOW_MS = 1000.0  # each step of a replica is done three times over
 TICKS_OF_A_COMPILER = 4  # shapes, train and eval, the graph recorded: each may cost one
@@ -81,6 +88,9 @@ class Worker(Listener):
         self.draws = Draws(torch)
         self.drawn: list[list[list[float]]] = []
         self.replica: StepReplica | None = None
+        self.watch: Watch | None = None
+        self.ear: Ear | None = None
+        self.deaf = ""  # why the ear hears no more
         self.channel: Channel | None = None
         self.owner = os.getpid()
         self.claimed: bool | None = None  # None until the first step
@@ -109,6 +119,8 @@ class Worker(Listener):
     def attach(self) -> None:
         self.applier.start(self.spec.plan, EARLY)
         self.scene.install()
+        if self.spec.watch:
+            self.watch = Watch(self.torch, self.scene, self.ledger)
         if self.spec.reseed and self.spec.seed:
             self._shift_seeds(self.spec.seed)
         if self.spec.shelter:
@@ -132,16 +144,31 @@ class Worker(Listener):
             really = getattr(owner, name)
             self.ledger.set(owner, name, lambda seed=None, *args, really=really: really(seed + offset if isinstance(seed, int) else seed, *args))
 
+    def _pass_on(self, event: str, *what: Any) -> None:
+        """Those who watch and listen beside us hear the same events."""
+        for other in (self.watch, self.ear):
+            if other is not None:
+                getattr(other, event)(*what)
+
+    def iterator_begin(self, loader: Any) -> None:
+        self._pass_on("iterator_begin", loader)
+
+    def iterator_end(self, loader: Any, iterator: Any) -> None:
+        self._pass_on("iterator_end", loader, iterator)
+
     def data_begin(self, loader: Any) -> None:
+        self._pass_on("data_begin", loader)
         self.phases.begin("data")
 
     def data_end(self, loader: Any, batch: Any) -> None:
         self.phases.end("data")
+        self._pass_on("data_end", loader, batch)
         self.draws.hear(loader)
         self.notes.batch(batch, describe=not self.warm)
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
         self.phases.begin("forward")
+        self._pass_on("forward_begin", root, args, kwargs)
         if not self.warm:
             self.notes.model_input(args, kwargs)
         if self.replica is not None:
@@ -149,15 +176,18 @@ class Worker(Listener):
 
     def forward_end(self, root: Any, output: Any) -> None:
         self.phases.end("forward")
+        self._pass_on("forward_end", root, output)
         if self.replica is not None:
             self.replica.forward_end(root, output)
 
     def backward_begin(self, losses: tuple) -> None:
         self.notes.loss(losses)
+        self._pass_on("backward_begin", losses)
         self.phases.begin("backward")
 
     def backward_end(self) -> None:
         self.phases.end("backward")
+        self._pass_on("backward_end")
         if self.first_backward_s is None:
             self.first_backward_s = seconds()
             self.tick_start = self.clock.mark()
@@ -171,10 +201,12 @@ class Worker(Listener):
     def optimizer_begin(self, optimizer: Any) -> None:
         if self.replica is not None:
             self.replica.optimizer_begin(optimizer)
+        self._pass_on("optimizer_begin", optimizer)
         self.phases.begin("optimizer")
 
     def optimizer_end(self, optimizer: Any) -> None:
         self.phases.end("optimizer")
+        self._pass_on("optimizer_end", optimizer)
 
     def step_end(self) -> None:
         if self.claimed is None:
@@ -225,7 +257,11 @@ class Worker(Listener):
             if self.replica is None:
                 return
         elif self.warm:
-            self.phases.step(start, now)
+            if self.ear is None:
+                self.phases.step(start, now)
+            else:
+                self.phases.leave_out()
+                self._ear_hears()
             self.block.append((start, now))
             self.block_left = self.block_left - 1 if seconds() < self.block_until_s else 0
         elif self.replica is None:
@@ -259,9 +295,12 @@ class Worker(Listener):
         elif self.replica is None:
             self.clock.settle()
             ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
-            self.measured.extend(ms)
             self.block = []
-            self._answer({"ms": ms})
+            if self.ear is not None:
+                self._answer({**self._ear_ends(), "ms": ms})
+            else:
+                self.measured.extend(ms)
+                self._answer({"ms": ms})
         else:
             return  # the replica needs another step
         self._obey()
@@ -278,6 +317,13 @@ class Worker(Listener):
                 self.replica = StepReplica(self.scene, self.applier, choices_of(command["choices"]), slow=median(self.ticks_ms) > SLOW_MS)
                 self.block_left = 0
                 break
+            if do == "listen":
+                failed = self._ear_begins(command)
+                if not failed:
+                    self.block_until_s = seconds() + float(command.get("seconds", "inf"))
+                    break
+                self._answer({"why_not": failed})
+                continue
             if do == "finish":
                 self._finish(bool(command.get("draws")))
             self._answer(self._do(do, command))
@@ -299,7 +345,49 @@ class Worker(Listener):
             answers = self.applier.options()
             return {"options": {name: {"values": list(a.values), "effect": a.effect} if isinstance(a, Options) else {"skip": a.reason}
                                 for name, a in answers.items()}, "scene": self.scene.describe()}
+        if do == "watch":
+            if self.watch is None:
+                return {"error": "this trial was not asked to watch"}
+            told = self.watch.summary()
+            self.watch.start_window()
+            return told
+        if do == "record":
+            return {"record": self.record("running", "").to_json()}
+        if do == "fetch":
+            return {"fetches": fetches(self.torch, self.scene)}
         return {"error": f"unknown command {do!r}"}
+
+    # -- listening ----------------------------------------------------------------------------------------------------
+
+    def _ear_begins(self, wishes: dict[str, Any]) -> str:
+        """Why it cannot, or nothing."""
+        around = Surroundings(self.torch, self.scene, self.shelter.overlay.looking, self.notes.kept)
+        ear = ear_for(wishes["ear"], around, wishes)
+        try:
+            ear.begin()
+        except Exception as error:  # a profiler of the script's own that is running, say
+            ear.end_quietly()
+            return _named(error)
+        self.ear, self.deaf, self.block_left = ear, "", ear.ticks
+        return ""
+
+    def _ear_hears(self) -> None:
+        assert self.ear is not None
+        try:
+            if not self.deaf:
+                self.ear.tick()
+        except Exception as error:
+            self.deaf = _named(error)
+
+    def _ear_ends(self) -> dict[str, Any]:
+        assert self.ear is not None
+        ear, self.ear = self.ear, None
+        try:
+            heard = ear.end()
+        except Exception as error:
+            ear.end_quietly()
+            return {"why_not": self.deaf or _named(error)}
+        return {"why_not": self.deaf} if self.deaf else heard
 
     def _follow(self) -> None:
         with self.shelter.overlay.looking():
@@ -391,6 +479,11 @@ class Worker(Listener):
         elif self.channel is not None:
             self.owner = os.getpid()
         _die_with_parent()
+
+
+def _named(error: Exception) -> str:
+    first = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {first[0] if first else 'no message'}"
 
 
 def _die_with_parent() -> None:

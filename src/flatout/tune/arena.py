@@ -1,8 +1,7 @@
 """Where Plans meet: programs that share one baton, so that only one of them runs at any moment.
 
-Two kinds of contest. *Live*: a lever is switched between blocks of ticks inside one running program, in the order
-A B B A, so both sides share the process, its memory and the neighbours' noise. *Processes*: fresh programs take turns
-block by block, each of them stopped (SIGSTOP, the whole group) while another runs.
+Two kinds of contest. *Live*: a lever is switched between blocks of ticks inside one running program (``trial.blocks``).
+*Processes*: fresh programs take turns block by block, each of them stopped (SIGSTOP, the whole group) while another runs.
 """
 
 from __future__ import annotations
@@ -13,23 +12,15 @@ from typing import Any
 
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
-from flatout.measure.statistics import Round, block_ms, compare
+from flatout.measure.statistics import Round, compare
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import Ratio
+from flatout.trial.blocks import CLEAR_LOSS, FEWEST_ROUNDS, Blocks
 from flatout.trial.parent import ProgramGone, Trial
 
-BLOCK_MS = 350.0
-MOST_TICKS = 200
-FEWEST_ROUNDS = 3
-PATIENCE_FACTOR = 30.0  # a block that takes this many times its expected length hangs
-PATIENCE_S = 60.0
-LONGEST_BLOCK = 4.0  # times its expected length; a busy neighbour must not use up the budget
-CATCHING_UP_S = 3.0  # what a program may be run for so that it stands at the same tick as the others
 PLAIN = -1  # the plain program's place among the entrants of a race
-CLEAR_LOSS = 0.99
-CLEAR_WIN = 1.03
 
 
 @dataclass
@@ -41,12 +32,10 @@ class Entrant:
     start_s: float
 
 
-class Arena:
+class Arena(Blocks):
     def __init__(self, command: Command, job: JobFolder, facts: Facts) -> None:
+        super().__init__()
         self.command, self.job, self.facts = command, job, facts
-        self.tick_ms = 1.0
-        self.unit = "step"
-        self.prefetched_ticks = 0
         self.running: list[Trial] = []
 
     # -- programs ---------------------------------------------------------------------------------------------------
@@ -74,70 +63,7 @@ class Arena:
         for trial in list(self.running):
             self.dismiss(trial)
 
-    # -- blocks -----------------------------------------------------------------------------------------------------
-
-    @property
-    def block_ticks(self) -> int:
-        """Ticks of one block: about a third of a second, and past what loader workers had ready beforehand."""
-        ticks = round(BLOCK_MS / max(self.tick_ms, 1e-3))
-        if self.tick_ms < 500:
-            ticks = max(ticks, 2 * self.prefetched_ticks)
-        return max(1, min(MOST_TICKS, ticks))
-
-    @property
-    def block_s(self) -> float:
-        return self.block_ticks * self.tick_ms / 1000
-
-    def _deadline(self, ticks: int) -> float:
-        return seconds() + PATIENCE_S + PATIENCE_FACTOR * ticks * self.tick_ms / 1000
-
-    def block(self, trial: Trial, from_tick: int = 0) -> float:
-        """Milliseconds a tick. The first ticks of a longer block are left out: caches are cold after a pause.
-
-        A program that has not come to ``from_tick`` yet is brought there first. Sentences, episodes and graphs differ in
-        length: programs with one seed do the same work at the same tick, and are not equal at different ones.
-        """
-        behind = from_tick - trial.ticks_done
-        if 0 < behind * self.tick_ms / 1000 <= CATCHING_UP_S:
-            trial.go(behind, self._deadline(behind))
-        ticks = self.block_ticks
-        times = trial.go(ticks, self._deadline(ticks), LONGEST_BLOCK * max(ticks * self.tick_ms, BLOCK_MS) / 1000)
-        skipped = min(max(1 if len(times) >= 4 else 0, self.prefetched_ticks), len(times) // 2)
-        return block_ms(times[skipped:])
-
-    def run(self, trial: Trial, ticks: int) -> float:
-        """Run some ticks without judging them; the seconds it took."""
-        start = seconds()
-        trial.go(ticks, self._deadline(ticks) + 240)  # a compiler may be at work
-        return seconds() - start
-
-    def switch(self, trial: Trial, choices: Sequence[Choice], patience_s: float = PATIENCE_S) -> None:
-        """Make exactly these live levers hold. Raises LeverFailed where one could not be switched on, or has given up since."""
-        answer = trial.switch(choices, self._deadline(4) + patience_s)
-        for left in (*answer["skipped"], *answer["reports"]):
-            raise LeverFailed(left["name"], left["reason"])
-
     # -- contests ---------------------------------------------------------------------------------------------------
-
-    def live(self, trial: Trial, a: Sequence[Choice], b: Sequence[Choice], until_s: float, settle_ticks: int = 1,
-             heard: Callable[[Ratio], None] = lambda ratio: None) -> Ratio:
-        """B against A inside one program. Ends at ``until_s``, or early when the outcome is clear; at least one round."""
-        rounds: list[Round] = []
-        while True:
-            times: dict[str, list[float]] = {"a": [], "b": []}
-            order = "abba" if self.tick_ms < 2000 else ("ab" if len(rounds) % 2 == 0 else "ba")
-            held = ""
-            for side in order:
-                if side != held:
-                    self.switch(trial, a if side == "a" else b)
-                    self.run(trial, settle_ticks)
-                    held = side
-                times[side].append(self.block(trial))
-            rounds += [Round(x, y) for x, y in zip(times["a"], times["b"], strict=True)]
-            ratio = compare([rounds])
-            heard(ratio)
-            if seconds() >= until_s or _clear(ratio, len(rounds)):
-                return ratio
 
     def processes(self, plain: Trial, others: Sequence[Entrant], until_s: float,
                   heard: Callable[[Entrant, Ratio], None] = lambda entrant, ratio: None) -> dict[int, Ratio | str]:
@@ -191,19 +117,6 @@ class Arena:
             if seconds() >= until_s:
                 break
         return found
-
-
-class LeverFailed(Exception):
-    """A live lever could not be switched on in the running program."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(reason)
-        self.name = name
-        self.reason = reason
-
-
-def _clear(ratio: Ratio, rounds: int) -> bool:
-    return rounds >= FEWEST_ROUNDS and (ratio.high < CLEAR_LOSS or (ratio.low > CLEAR_WIN and rounds >= 6))
 
 
 def _lost(verdict: Ratio | str | None, rounds: int) -> bool:

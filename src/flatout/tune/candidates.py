@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,11 @@ def consider(options: dict[str, Any], effects: frozenset[Effect], only: frozense
         else:
             found[lever.name] = Candidate(lever, tuple(answer["values"]), effect, reason=NO_TIME)
     return found
+
+
+def promising_first(candidates: Mapping[str, Candidate], first: Sequence[str]) -> dict[str, Candidate]:
+    """The same candidates, those named in ``first`` before the others."""
+    return {name: candidates[name] for name in [*(name for name in first if name in candidates), *(name for name in candidates if name not in first)]}
 
 
 def without_long_starts(candidates: Mapping[str, Candidate], loaders: Iterable[Mapping[str, Any]], ready: Mapping[str, Any], most_s: float) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flatout.measure.clock import seconds
 from flatout.plan.words import Effect, Moment
+from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.tune.arena import LeverFailed
 from flatout.tune.candidates import LIVE, PROCESSES, Candidate, plan_of
 from flatout.tune.tuning import LONGEST_LIVE_S, Tuning, why_gone
 

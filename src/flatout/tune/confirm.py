@@ -12,8 +12,9 @@ from flatout.measure.statistics import Round, compare, median
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import NOT_SLOWER, GuardRecord, Ratio, Side, TrialRecord
 from flatout.plan.words import Effect, Origin, Status
+from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
-from flatout.tune.arena import Entrant, LeverFailed, ask_replica
+from flatout.tune.arena import Entrant, ask_replica
 from flatout.tune.candidates import Candidate, plan_of, widest
 from flatout.tune.tuning import COMPILE_S, PAIRS, Tuning, why_gone
 

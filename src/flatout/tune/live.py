@@ -6,8 +6,8 @@ from flatout.measure.clock import seconds
 from flatout.plan.lever import Value
 from flatout.plan.plan import Choice, Plan, spell
 from flatout.plan.words import Moment, Origin
+from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
-from flatout.tune.arena import LeverFailed
 from flatout.tune.candidates import LIVE, Candidate, recall
 from flatout.tune.race import least_race_s
 from flatout.tune.tuning import COMPILE_S, LONGEST_LIVE_S, Tuning, why_gone
@@ -17,7 +17,7 @@ MOST_PROMISING = (Moment.MODEL, Moment.OPTIMIZER, Moment.STEP, Moment.LOADER, Mo
 
 
 def live_race(tuning: Tuning) -> None:
-    """One live lever after another, switched on and off in the observed program; cheap ones first.
+    """One live lever after another, switched on and off in the observed program; cheap ones first, among them what a profile has asked for.
 
     A program that comes to its own end meanwhile is started again: that is nobody's fault.
     """
@@ -28,7 +28,10 @@ def live_race(tuning: Tuning) -> None:
                 candidate.reason = "a step of this program is a closure that lasts seconds; inside it nothing can be switched"
         return
     todo = [c for c in tuning.candidates.values() if c.open and c.lever.live]
-    todo = recall(sorted(todo, key=lambda c: (c.lever.warms_up, MOST_PROMISING.index(c.lever.moment))), tuning.session.contests)
+    first = tuning.goal.first
+    hinted = {name: place for place, name in enumerate(first)}
+    todo = recall(sorted(todo, key=lambda c: (c.lever.warms_up, hinted.get(c.lever.name, len(first)), MOST_PROMISING.index(c.lever.moment))),
+                  tuning.session.contests)
     left_s = max(0.0, tuning.explore_until_s - seconds())
     # Where a step takes seconds no process could be raced in the other half: then all of it is for the live ones.
     until_s = seconds() + (LIVE_SHARE * left_s if LIVE_SHARE * left_s > least_race_s(tuning, 1) else left_s)

@@ -10,8 +10,9 @@ from flatout.plan.lever import Value
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import Ratio
 from flatout.plan.words import Moment, Origin
+from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.tune.arena import Entrant, LeverFailed
+from flatout.tune.arena import Entrant
 from flatout.tune.candidates import PROCESSES, Candidate, recall
 from flatout.tune.tuning import Tuning, why_gone
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 from flatout.plan.errors import FlatoutError, NothingMeasured, ProgramFailed
 from flatout.plan.plan import Plan
 from flatout.plan.records import SessionRecord, Side, TrialRecord
+from flatout.trial.blocks import PREFETCHED_BATCHES
 from flatout.trial.parent import ProgramGone
 from flatout.tune.arena import ask_options
-from flatout.tune.candidates import consider, without_long_starts
+from flatout.tune.candidates import consider, promising_first, without_long_starts
 from flatout.tune.combine import combine
 from flatout.tune.confirm import keep_first_record, replica, settle
 from flatout.tune.live import live_race
@@ -28,7 +29,6 @@ from flatout.tune.tuning import Tuning
 
 FEWEST_TICKS = 12  # a program with fewer steps than this cannot be compared with anything
 LONGEST_START = 0.15  # of the budget, for a program that fetches its whole data set first
-PREFETCHED_BATCHES = 3  # a loader worker has two batches ready and one in hand
 
 
 def search(tuning: Tuning) -> SessionRecord:
@@ -60,7 +60,7 @@ def _observe(tuning: Tuning) -> None:
     tuning.copies = ready["copies"]
     tuning.session.scene = answer["scene"]
     arena.prefetched_ticks = PREFETCHED_BATCHES * max((loader["num_workers"] for loader in answer["scene"]["loaders"]), default=0)
-    tuning.candidates = consider(answer["options"], tuning.goal.effects, tuning.goal.only)
+    tuning.candidates = promising_first(consider(answer["options"], tuning.goal.effects, tuning.goal.only), tuning.goal.first)
     without_long_starts(tuning.candidates, answer["scene"]["loaders"], ready, LONGEST_START * tuning.goal.budget_s)
     tuning.session.baseline = Side(step_ms=ready["tick_ms"], unit=ready["unit"], warmup_ms=ready["warmup_ms"])
     tuning.save()

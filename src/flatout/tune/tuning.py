@@ -13,8 +13,9 @@ from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Plan
 from flatout.plan.records import Contest, Ratio, SessionRecord, TrialRecord
 from flatout.plan.words import Effect
+from flatout.trial.blocks import LeverFailed, Watcher
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.tune.arena import Arena, Entrant, LeverFailed
+from flatout.tune.arena import Arena, Entrant
 from flatout.tune.candidates import Candidate
 
 PAIRS = 3
@@ -27,21 +28,18 @@ OVERRUN = 0.15  # of the budget, to finish the third pair
 REPLICA_TICKS = 10  # what the guard's replica of a step costs: four steps, one of them in double precision
 
 
-class Watcher:
-    """What a person in front of the search sees. Every method does nothing."""
-
-    def stage(self, name: str, detail: str = "") -> None: ...
-    def contest(self, plan: str, ratio: Ratio | None, note: str = "") -> None: ...
-
-
 @dataclass(frozen=True)
 class Goal:
-    """What was asked for. ``horizon_s`` is how long the real job will run: a warm-up must be repaid within it."""
+    """What was asked for. ``horizon_s`` is how long the real job will run: a warm-up must be repaid within it.
+
+    ``first`` are the levers to begin with, the most promising first: what a profile of the program has found.
+    """
 
     budget_s: float
     effects: frozenset[Effect] = frozenset({Effect.EXACT, Effect.ROUNDING, Effect.RESAMPLED})
     only: frozenset[str] | None = None
     horizon_s: float = 3600.0
+    first: tuple[str, ...] = ()
 
 
 @dataclass

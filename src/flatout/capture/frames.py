@@ -1,0 +1,54 @@
+"""Whose line is it: the user's own frame on a stack, past torch, other libraries, Python itself and us."""
+
+from __future__ import annotations
+
+import linecache
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, FrameType
+
+from flatout.plan.findings import Place
+
+HOME = str(Path(__file__).resolve().parents[1]) + "/"
+PYTHON = tuple({str(Path(path)) + "/" for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platstdlib")})
+LIBRARIES = ("/site-packages/", "/dist-packages/")
+Line = tuple[CodeType, int]  # a function's code, and the line in its file
+
+
+@lru_cache(maxsize=4096)
+def is_users(filename: str) -> bool:
+    """Whether a file is the user's own source; not a library, nor Python's, nor ours, nor text without a file."""
+    return bool(filename) and not (filename.startswith(("<", HOME)) or any(part in filename for part in LIBRARIES) or filename.startswith(PYTHON))
+
+
+@lru_cache(maxsize=4096)
+def is_torch(filename: str) -> bool:
+    return "/site-packages/torch/" in filename or "/dist-packages/torch/" in filename or filename.startswith(HOME)
+
+
+def users_line(frame: FrameType | None) -> Line | None:
+    """The innermost line of the user's own on the stack of ``frame``; a library's that is not torch's where the user has none."""
+    library: Line | None = None
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if is_users(filename):
+            return frame.f_code, frame.f_lineno
+        if library is None and not is_torch(filename) and not filename.startswith(("<", *PYTHON)):
+            library = frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return library
+
+
+def place_of(line: Line | None) -> Place | None:
+    return place_at(*spelled(line)) if line is not None else None
+
+
+def spelled(line: Line) -> tuple[str, int, str]:
+    """File, line and function; a module's own lines have no function."""
+    code, number = line
+    return code.co_filename, number, "" if code.co_name == "<module>" else code.co_qualname
+
+
+def place_at(filename: str, line: int, function: str = "") -> Place:
+    return Place(filename, line, 0, function, linecache.getline(filename, line).strip())

@@ -1,0 +1,53 @@
+"""Which line of the user's own each operator comes from: heard at torch's dispatcher for a step or two.
+
+An operator of a backward pass belongs to the line whose gradient it is. A profiler's own stacks name the functions, and not the lines in
+them; they also cost a hundred times as much.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from flatout.capture.frames import Line, users_line
+from flatout.capture.ledger import Ledger
+
+Key = tuple[str, tuple[tuple[int, ...], ...]]  # an operator's name, and the shapes of its tensors
+
+
+class OperatorLines:
+    """``by_operator`` has the lines of each kind of call, in the order of the calls; ``moments`` when each call came, by ``now_ns``."""
+
+    def __init__(self, torch: Any, ledger: Ledger, now_ns: Callable[[], int]) -> None:
+        self.torch, self.ledger, self.now_ns = torch, ledger, now_ns
+        self.by_operator: dict[Key, list[Line | None]] = defaultdict(list)
+        self.moments: list[tuple[int, Line | None]] = []
+        self._forward: dict[int, Line | None] = {}  # number of an autograd node -> the line that made it
+
+    def install(self) -> None:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        lines = self
+
+        class Hearing(TorchDispatchMode):
+            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                lines._heard(function, args)
+                return function(*args, **(kwargs or {}))
+
+        mode = Hearing()
+        mode.__enter__()
+        self.ledger.call("dispatch mode", lambda: mode.__exit__(None, None, None))
+
+    def _heard(self, function: Any, args: Any) -> None:
+        node = self.torch._C._current_autograd_node()
+        if node is None:
+            line = users_line(sys._getframe(2))
+            self._forward[self.torch._C._autograd._get_sequence_nr() - 1] = line  # its node was made just before
+        else:
+            number = node._sequence_nr()
+            line = self._forward[number] if number in self._forward else users_line(sys._getframe(2))
+        shapes = tuple(tuple(arg.shape) for arg in args if isinstance(arg, self.torch.Tensor) and arg.dim())
+        self.by_operator[function._schema.name, shapes].append(line)
+        self.moments.append((self.now_ns(), line))

@@ -1,0 +1,140 @@
+"""`flatout profile`: where the time and the memory of a step go."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from flatout import __version__
+from flatout.cli.arguments import PROGRAM, Duration, program, words_or_usage, writable
+from flatout.cli.progress import LiveProgress
+from flatout.diagnose.profiling import MEMORY_STAGES, Profiling, Wishes
+from flatout.launch.command import Command, understand
+from flatout.measure.clock import today
+from flatout.plan.errors import FlatoutError, UsageError
+from flatout.plan.facts import Facts
+from flatout.plan.folder import JobFolder, write_json, write_whole
+from flatout.plan.profile import ProfileRecord
+from flatout.probe.machine import look
+from flatout.tune.session import job_folder
+
+SHORTEST_S = 5.0
+LONG = 3  # times as many steps where memory alone is asked for
+
+
+class Schedule(click.ParamType):
+    """``1,2,3``: steps of wait, of warm-up and of listening."""
+
+    name = "wait,warmup,active"
+
+    def convert(self, value: object, param: object, ctx: object) -> tuple[int, int, int]:
+        if isinstance(value, tuple):
+            return value
+        words = str(value).split(",")
+        if len(words) != 3 or not all(word.strip().isdigit() for word in words) or int(words[2]) < 1:
+            self.fail(f"{value!r} is no schedule; write the steps of waiting, of warming up and of listening (at least 1), as in 1,2,3")
+        return int(words[0]), int(words[1]), int(words[2])
+
+
+@click.command(context_settings=PROGRAM)
+@click.option("--steps", default=40, show_default=True, type=click.IntRange(1), help="Quiet steps that the times are taken from.")
+@click.option("--schedule", default="1,2,3", show_default=True, type=Schedule(), help="Steps that are listened to, after some of wait and warm-up.")
+@click.option("--budget", default="2m", show_default=True, type=Duration(), help="Time to spend once the steps are steady; what-ifs use what is left.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Where to write the record, beside the job's folder.")
+@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Keep the trace of the steps that were listened to (Chrome, Perfetto).")
+@click.option("--tensorboard", type=click.Path(file_okay=False, path_type=Path), help="Write the figures as a TensorBoard log into this folder.")
+@click.option("--memory", is_flag=True, help="Memory alone, over three times as many steps; no operators, no what-ifs.")
+@click.option("--job", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records instead of .flatout/<job>.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record instead of tables.")
+@program
+def command(steps: int, schedule: tuple[int, int, int], budget: float, out: Path | None, trace: Path | None, tensorboard: Path | None, memory: bool,
+            job: Path | None, as_json: bool, words: tuple[str, ...]) -> int:
+    """See where the time and the memory of a step go, in a program as it is.
+
+    The program is started, measured over quiet steps, listened to over a few more, and made faster on purpose in ways that are wrong (the
+    same batch again and again, an optimizer that does nothing), to see what mending a thing could bring. Then it is stopped. Its files
+    are not touched.
+    """
+    if budget < SHORTEST_S:
+        raise UsageError(f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 2m.")
+    if memory and trace is not None:
+        raise UsageError("--memory listens to no operators, so there is no trace to keep; leave --trace or --memory away.")
+    if tensorboard is not None:
+        _tensorboard_or_usage()
+    cmd = understand(words_or_usage(words, "profile"))
+    folder = writable(job_folder(cmd, job), job is not None)
+    wishes = Wishes(steps, schedule, budget, trace=str(trace.resolve()) if trace is not None else "")
+    if memory:
+        wishes = replace(wishes, stages=MEMORY_STAGES, leak_ticks=LONG * wishes.leak_ticks)
+    record = profile(cmd, folder, look(), wishes)
+    if out is not None:
+        write_json(out, record.to_json())
+    if tensorboard is not None:
+        from flatout.render.tensorboard import write_log
+
+        write_log(record, tensorboard)
+    if as_json:
+        click.echo(json.dumps(record.to_json(), indent=1))
+        return 0
+    from flatout.render.profile_terminal import profile_tables
+
+    console = Console()
+    console.print(profile_tables(record))
+    files = [("record", folder.profile), ("page", folder.profile_page), ("trace", trace), ("log", tensorboard)]
+    console.print("\n".join(f"{name}: {path}" for name, path in files if path is not None), markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def profile(cmd: Command, folder: JobFolder, facts: Facts, wishes: Wishes) -> ProfileRecord:
+    """Run a profile, and keep its record and its page in the folder. Raises FlatoutError, KeyboardInterrupt."""
+    machine = {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "system": facts.system,
+               "gpus": [{"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)} for g in facts.gpus]}
+    record = ProfileRecord(list(cmd.typed), os.getcwd(), flatout=__version__, created=today(), machine=machine,
+                           versions={"python": facts.python, "flatout": __version__, **facts.versions})
+    signal.signal(signal.SIGTERM, _interrupt)  # a terminated profile must end its program as an interrupted one does
+    try:
+        with LiveProgress(Console(stderr=True), wishes.budget_s) as progress:
+            Profiling(cmd, folder, facts, wishes, record, _ceilings(facts), progress, lambda r: write_json(folder.profile, r.to_json())).run()
+    except FlatoutError as error:
+        record.status, record.message = "failed", str(error)
+        write_json(folder.profile, record.to_json())
+        raise
+    except KeyboardInterrupt:
+        record.status, record.message = "failed", "interrupted"
+        write_json(folder.profile, record.to_json())
+        sys.stderr.write(f"flatout: interrupted; what was seen until then is in {folder.profile}\n")
+        raise
+    write_json(folder.profile, record.to_json())
+    _write_page(record, folder)
+    return record
+
+
+def _ceilings(facts: Facts) -> dict[str, float]:
+    """What `flatout doctor --bench` measured on this machine; nothing where it never ran."""
+    from flatout.measure.ceilings import load
+
+    return load(facts, "cuda" if facts.cuda else "cpu") or {}
+
+
+def _write_page(record: ProfileRecord, folder: JobFolder) -> None:
+    from flatout.render.profile_report import profile_html
+
+    write_whole(folder.profile_page, profile_html(record))
+
+
+def _tensorboard_or_usage() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("tensorboard") is None:
+        raise UsageError("--tensorboard needs the package tensorboard, which is not installed here. `pip install tensorboard`, or leave the option away.")
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

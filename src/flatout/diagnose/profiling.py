@@ -1,0 +1,356 @@
+"""`flatout profile`: one program, or as many as it takes, from its steady state through quiet steps, listening and what-ifs to a record.
+
+    quiet      step times, phases, waits of loaders, garbage collection: nothing is listened to
+    listening  crossings; operators (torch's profiler); memory over one step; memory from step to step
+    what-ifs   switched on and off between blocks of steps (diagnose/what_ifs)
+    fetching   batches once more, for the lines of the data set, at the very end
+
+A program that comes to its own end meanwhile is started again for what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.diagnose.bound import name_bound
+from flatout.diagnose.ranking import judge
+from flatout.diagnose.rules import TABLE as RULES
+from flatout.diagnose.what_ifs import TABLE as WHAT_IFS
+from flatout.launch.command import Command
+from flatout.measure.clock import seconds
+from flatout.measure.roofline import flops_a_step, place_under_roof, utilisation
+from flatout.measure.statistics import Round, block_ms, compare, median
+from flatout.plan.errors import FlatoutError, NothingMeasured, ProgramFailed
+from flatout.plan.facts import Facts
+from flatout.plan.findings import Place
+from flatout.plan.folder import JobFolder
+from flatout.plan.lever import Lever
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.profile import Compiled, Crossing, IdleGap, Leak, LoaderSeen, MemorySeen, Operation, ProfileRecord, WhatIf
+from flatout.plan.records import PhaseTime, Ratio, TrialRecord
+from flatout.plan.words import Origin
+from flatout.trial.blocks import PREFETCHED_BATCHES, Blocks, LeverFailed, Watcher
+from flatout.trial.parent import ProgramGone, Trial
+
+TABLE = "flatout.diagnose.what_ifs:TABLE"
+START_S = 600.0  # until the steps are steady
+SETTLING_TICKS = 4
+CROSSING_TICKS = 10
+BETWEEN_TICKS = 8
+MEMORY_TICKS = 3
+LEAK_TICKS = 40
+LONGEST_LISTENING_S = 8.0  # of one stretch; slow programs are heard over fewer steps
+FEWEST_LEAK_TICKS = 16
+WHAT_IF_SHARE = 0.5  # of the budget is kept for them
+NARROW = 1.04  # high over low of an interval that needs no more rounds
+LEAST_BLOCKS = 8  # of a what-if: two rounds, there and back again
+MOST_ROUNDS = 14
+OPERATIONS_KEPT = 60
+CLOSED = "a step of this program is a closure that lasts seconds; inside it nothing can be switched"
+
+
+ALL_STAGES = frozenset({"crossings", "lines", "operators", "memory", "growth", "what-ifs", "data set"})
+MEMORY_STAGES = frozenset({"memory", "growth"})
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """``schedule`` are the steps of wait, warm-up and listening. ``leak_ticks`` are the steps in which memory is watched for growth."""
+
+    steps: int = 40
+    schedule: tuple[int, int, int] = (1, 2, 3)
+    budget_s: float = 120.0
+    stages: frozenset[str] = ALL_STAGES
+    what_ifs: frozenset[str] = frozenset(lever.name for lever in WHAT_IFS)
+    leak_ticks: int = LEAK_TICKS
+    trace: str = ""
+
+
+class Profiling:
+    """``run`` fills the record. Raises ProgramFailed where the program fails by itself, NothingMeasured where it does not train."""
+
+    def __init__(self, command: Command, job: JobFolder, facts: Facts, wishes: Wishes, record: ProfileRecord, ceilings: dict[str, float],
+                 watcher: Watcher | None = None, save: Callable[[ProfileRecord], None] = lambda record: None) -> None:
+        self.command, self.job, self.facts, self.wishes, self.record = command, job, facts, wishes, record
+        self.watcher, self.save = watcher or Watcher(), save
+        record.ceilings = ceilings
+        self.blocks = Blocks()
+        self.trial: Trial | None = None
+        self.end_s = seconds() + wishes.budget_s
+        self.listen_until_s = self.end_s - WHAT_IF_SHARE * wishes.budget_s
+        self.start_cost_s = 0.0
+        self.quiet_ms: list[float] = []
+        self.not_finite = 0.0  # of the losses, NaN or infinite
+
+    def run(self) -> ProfileRecord:
+        record = self.record
+        try:
+            self.watcher.stage("observing", "the program as it is, until its steps are steady")
+            self._quiet()
+            for name, stage in self._stages():
+                self._try(name, stage)
+                self.save(record)
+        finally:
+            if self.trial is not None:
+                self.trial.close()
+        place_under_roof(record.operations, record.ceilings, self._tf32())
+        record.flops_a_step = flops_a_step(record.operations)
+        if record.step_ms and record.ceilings:
+            record.mfu = utilisation(record.operations, record.step_ms, record.ceilings, self._tf32())
+        if not record.ceilings and record.operations:
+            record.notes.append("how near the operators come to what this machine can do was not told: `flatout doctor --bench` measures its ceilings")
+        record.bound, record.bound_why = name_bound(record)
+        record.findings = judge(record, RULES)
+        record.status = "done"
+        return record
+
+    def _stages(self) -> list[tuple[str, Callable[[Trial], None]]]:
+        """In the order in which they disturb the program."""
+        stages = {"crossings": self._crossings, "lines": self._between, "operators": self._operations, "memory": self._memory, "growth": self._leak,
+                  "what-ifs": self._what_ifs, "data set": self._fetches}
+        return [(name, stage) for name, stage in stages.items() if name in self.wishes.stages]
+
+    # -- programs -------------------------------------------------------------------------------------------------------
+
+    def _enter(self) -> Trial:
+        start_s = seconds()
+        trial = self.trial = Trial(self.command, self.job.new_trial(), Plan(), self.facts, table=TABLE, watch=True)
+        trial.start()
+        ready = trial.wait_ready(start_s + START_S)
+        self.start_cost_s = seconds() - start_s
+        self.blocks.unit, self.blocks.tick_ms = ready["unit"], max(ready["tick_ms"], 1e-3)
+        if self.blocks.tick_ms < 2000:
+            self.blocks.tick_ms = max(block_ms(trial.go(SETTLING_TICKS, self.blocks.deadline(SETTLING_TICKS))), 1e-3)
+        return trial
+
+    def _leave(self) -> None:
+        if self.trial is not None:
+            self.trial.close()
+            self.trial = None
+
+    def _try(self, name: str, stage: Callable[[Trial], None]) -> None:
+        """One stage; in a new program where this one has ended. What cannot be had is a note."""
+        for attempt in (1, 2):
+            try:
+                if self.trial is None:
+                    if self.end_s - seconds() < self.start_cost_s:
+                        self.record.notes.append(f"{name}: the program has ended, and there was no time to start it again (--budget gives more)")
+                        return
+                    self._enter()
+                assert self.trial is not None
+                self.watcher.stage("listening" if name != "what-ifs" else name, name)
+                stage(self.trial)
+                return
+            except ProgramGone as gone:
+                self._leave()
+                if attempt == 2 or gone.record.status != "ended":
+                    what = "is too short" if gone.record.status == "ended" else "did not survive it"
+                    self.record.notes.append(f"{name}: the program {what}: {_last_line(gone.record)}")
+                    return
+
+    # -- quiet steps ----------------------------------------------------------------------------------------------------
+
+    def _quiet(self) -> None:
+        """Step times and phases of steps that nobody listens to."""
+        record = self.record
+        try:
+            trial = self._enter()
+        except ProgramGone as gone:
+            raise why_not(self.command, gone.record) from None
+        try:
+            record.scene = trial.ask({"do": "options"}, seconds() + 120)["scene"]
+            workers = max((loader["num_workers"] for loader in record.scene["loaders"]), default=0)
+            self.blocks.prefetched_ticks = PREFETCHED_BATCHES * workers
+            trial.ask({"do": "watch"}, seconds() + 60)
+            until_s = seconds() + max(5.0, 0.3 * self.wishes.budget_s)
+            self.watcher.stage("measuring", f"{self.wishes.steps} quiet steps")
+            while len(self.quiet_ms) < self.wishes.steps and seconds() < until_s:
+                ticks = min(self.blocks.block_ticks, self.wishes.steps - len(self.quiet_ms))
+                self.quiet_ms += trial.go(ticks, self.blocks.deadline(ticks))
+            self._take(TrialRecord.from_json(trial.ask({"do": "record"}, seconds() + 60)["record"]))
+            self._take_watched(trial.ask({"do": "watch"}, seconds() + 60))
+            trial.hold()
+        except ProgramGone as gone:
+            self._leave()
+            if not self.quiet_ms:
+                raise why_not(self.command, gone.record) from None
+            self._take(gone.record)
+            record.notes.append(f"the program came to its end after {len(self.quiet_ms)} measured steps: {_last_line(gone.record)}")
+
+    def _take(self, trial: TrialRecord) -> None:
+        record = self.record
+        record.device, record.unit, record.versions = trial.device, trial.unit, {**record.versions, **trial.versions}
+        record.warmup_steps, record.warmup_ms = trial.warmup_steps, trial.warmup_ms
+        record.steps, record.step_ms, record.step_ms_list = len(self.quiet_ms), block_ms(self.quiet_ms), self.quiet_ms
+        record.samples_per_s = 1000 * trial.samples_per_step / record.step_ms if trial.samples_per_step else None
+        record.phases = {name: PhaseTime.from_json(phase) for name, phase in trial.phases.items()}
+        self.blocks.tick_ms = record.step_ms
+        losses = [float.fromhex(loss) for loss in trial.losses]
+        self.not_finite = sum(not math.isfinite(loss) for loss in losses) / len(losses) if losses else 0.0
+
+    def _take_watched(self, watched: dict[str, Any]) -> None:
+        record = self.record
+        record.gc_ms, record.gc_longest_ms, record.gc_calls = watched["gc_ms"], watched["gc_longest_ms"], watched["gc_calls"]
+        record.settings, record.events = watched["settings"], watched["events"]
+        if self.not_finite:
+            record.events["loss_not_finite"] = {**record.events.get("backward", {"places": []}), "calls": self.not_finite, "ms": 0.0}
+        record.compiled = Compiled.from_json(watched["compiled"]) if watched["compiled"] else None
+        record.loaders = [LoaderSeen.from_json(seen) for seen in watched["loaders"]]
+
+    # -- listening ------------------------------------------------------------------------------------------------------
+
+    def _listen(self, trial: Trial, ear: str, ticks: int, fewest: int = 0, **wishes: Any) -> dict[str, Any]:
+        """What an ear heard over ``ticks`` ticks, or over fewer (at least ``fewest``, where that is given) of a slow program."""
+        last = min(self.listen_until_s, seconds() + LONGEST_LISTENING_S) if "what-ifs" in self.wishes.stages else self.end_s
+        affordable = int(1000 * (last - seconds()) / self.blocks.tick_ms)
+        ticks = max(fewest, min(ticks, affordable)) if fewest else ticks
+        if ticks * self.blocks.tick_ms / 1000 > max(self.end_s - seconds(), LONGEST_LISTENING_S / 4):
+            self.record.notes.append(f"{ear}: there was no time to listen over {ticks} steps; --budget gives more")
+            return {}
+        answer = trial.listen(ear, self.blocks.deadline(10 * ticks) + 120, ticks=ticks, **wishes)
+        if answer.get("why_not"):
+            self.record.notes.append(f"{ear}: not listened to, {answer['why_not']}")
+        return answer
+
+    def _crossings(self, trial: Trial) -> None:
+        heard = self._listen(trial, "crossings", CROSSING_TICKS, 2)
+        self.record.crossings = [Crossing.from_json(crossing) for crossing in heard.get("crossings", ())]
+
+    def _between(self, trial: Trial) -> None:
+        heard = self._listen(trial, "between", BETWEEN_TICKS, 2).get("between")
+        if heard:
+            self.record.events["between"] = heard
+
+    def _operations(self, trial: Trial) -> None:
+        record, schedule = self.record, list(self.wishes.schedule)
+        heard = self._listen(trial, "operations", 1 + sum(schedule), schedule=schedule, trace=self.wishes.trace)
+        if not heard.get("operations"):
+            return
+        record.schedule, record.trace = schedule, self.wishes.trace
+        operations = [Operation.from_json(operation) for operation in heard["operations"]]
+        record.operations = operations[:OPERATIONS_KEPT]
+        record.operators_a_step = heard["operators"]
+        record.operator_us = 1000 * heard["operators_ms"] / heard["operators"] if heard["operators"] else None
+        step_ms = record.step_ms or 0.0
+        if heard["python_share"] is not None:  # a share, because steps that are listened to are longer, and not all of one length
+            record.python_ms = step_ms * heard["python_share"]
+        record.idle_gaps = [IdleGap.from_json(gap) for gap in heard["gaps"]]
+        if heard["busy_ms"] is not None:
+            record.idle_ms = max(0.0, step_ms - heard["busy_ms"])
+        listened = heard["ms"][-schedule[2]:]
+        if listened and self.quiet_ms:
+            quiet = median(self.quiet_ms)
+            record.overhead = compare([[Round(ms, quiet) for ms in listened]])
+
+    def _memory(self, trial: Trial) -> None:
+        heard = self._listen(trial, "memory", MEMORY_TICKS).get("memory")
+        if heard:
+            self.record.memory = memory = MemorySeen.from_json(heard)
+            emptied = self.record.events.get("empty_cache")
+            if emptied:
+                memory.empty_cache_calls, memory.empty_cache_ms = emptied["calls"], emptied["ms"]
+                memory.empty_cache_place = Place.from_json(emptied["places"][0]) if emptied["places"] else None
+
+    def _leak(self, trial: Trial) -> None:
+        heard = self._listen(trial, "leak", self.wishes.leak_ticks, FEWEST_LEAK_TICKS)
+        self.record.leak = Leak.from_json(heard["leak"]) if heard.get("leak") else None
+        self.record.host_growth = Leak.from_json(heard["host_growth"]) if heard.get("host_growth") else None
+
+    def _fetches(self, trial: Trial) -> None:
+        places = {(seen.place.file, seen.place.line): seen for seen in self.record.loaders if seen.place is not None}
+        for fetch in trial.ask({"do": "fetch"}, seconds() + 120)["fetches"]:
+            made_at = fetch["made_at"]
+            seen = places.get((made_at["file"], made_at["line"])) if made_at else None
+            if fetch.get("why_not"):
+                self.record.notes.append(f"no batch could be fetched once more: {fetch['why_not']}")
+            if seen is not None and fetch.get("fetch_ms") is not None:
+                seen.fetch_ms, seen.slow_share = fetch["fetch_ms"], fetch.get("slow_share")
+                seen.slow_place = Place.from_json(fetch["slow_place"]) if fetch.get("slow_place") else None
+
+    # -- what-ifs -------------------------------------------------------------------------------------------------------
+
+    def _what_ifs(self, trial: Trial) -> None:
+        record = self.record
+        if self.blocks.unit != "step":
+            record.what_ifs = [WhatIf(lever.name, why_not=CLOSED) for lever in WHAT_IFS]
+            return
+        answers = trial.ask({"do": "options"}, seconds() + 120)["options"]
+        record.what_ifs = [WhatIf(lever.name) for lever in WHAT_IFS]
+        left = []
+        for what_if, lever in zip(record.what_ifs, WHAT_IFS, strict=True):
+            unasked = "" if lever.name in self.wishes.what_ifs else "nobody asked for it"
+            what_if.why_not = unasked or answers[lever.name].get("skip", "") or self._pointless(lever.name)
+            if not what_if.why_not:
+                left.append((what_if, lever, answers[lever.name]["values"]))
+        while left:
+            what_if, lever, values = left.pop(0)
+            left_s = self.end_s - seconds()
+            share_s = max(left_s / (len(left) + 1), min(left_s, LEAST_BLOCKS * self.blocks.block_s))
+            if share_s < LEAST_BLOCKS * self.blocks.block_s:
+                what_if.why_not = "there was no time to measure it; --budget gives more"
+                continue
+            self._what_if(what_if, lever, values, share_s)
+            self.save(record)
+
+    def _pointless(self, name: str) -> str:
+        """Why there is nothing to switch off, by what was heard."""
+        if name == "syncs" and self.record.operations and not self.record.crossings:
+            return "no place was heard where Python waits for a tensor"
+        return ""
+
+    def _what_if(self, what_if: WhatIf, lever: Lever, values: list[Any], share_s: float) -> None:
+        """One what-if, with its next value where the program does not survive the first."""
+        for value in values:
+            try:
+                trial = self.trial or self._enter()
+                choice = Choice(lever.name, value, Origin.TUNER)
+                self.watcher.stage("what-ifs", f"without {lever.name}" if " " not in lever.name else lever.name)
+                if lever.warms_up:
+                    self.blocks.switch(trial, (choice,))
+                    self.blocks.run(trial, SETTLING_TICKS + 1)
+                until_s = seconds() + share_s
+                ratio = self.blocks.live(trial, (), (choice,), until_s, enough=_narrow)
+                self.blocks.switch(trial, ())
+                trial.hold()
+            except LeverFailed as failed:
+                what_if.why_not = failed.reason
+                return
+            except ProgramGone as gone:
+                self._leave()
+                what_if.why_not = f"the program does not survive it: {_last_line(gone.record)}" if gone.record.status != "ended" else "the program is too short"
+                continue
+            what_if.ratio, what_if.why_not = ratio, ""
+            what_if.step_ms = self.record.step_ms / ratio.median if self.record.step_ms else None
+            self.watcher.contest(what_if.name, ratio)
+            return
+
+    def _tf32(self) -> bool:
+        return self.record.device == "cuda" and self.record.settings.get("matmul_precision") in ("high", "medium")
+
+
+def why_not(command: Command, record: TrialRecord) -> FlatoutError:
+    """Why a program could not be profiled: its own failure, or nothing to measure."""
+    if record.status == "failed":
+        said = record.log_tail.strip() or record.reason
+        return ProgramFailed(f"the program fails by itself (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1)
+    if record.status == "unattached":
+        return NothingMeasured(f"there is nothing to profile: {f'python {command.closed} keeps flatout out' if command.closed else record.reason}.")
+    if record.status == "broken":
+        return NothingMeasured(f"flatout could not follow this program, and left it as it was. Please report this:\n\n{record.reason.strip()}")
+    if record.status == "hung":
+        return NothingMeasured(f"the program did not train: {record.reason}.")
+    steps = len(set(record.loss_steps))
+    seen = f"after {steps} training {'step' if steps == 1 else 'steps'}, before they were steady" if steps else "without a training step"
+    return NothingMeasured(f"there is nothing to profile: the program ended {seen}. Let it train longer.")
+
+
+def _narrow(ratio: Ratio, rounds: int) -> bool:
+    return rounds >= MOST_ROUNDS or (rounds >= 4 and ratio.high < NARROW * ratio.low)
+
+
+def _last_line(record: TrialRecord) -> str:
+    lines = [line.strip() for line in record.reason.strip().splitlines() if line.strip()]
+    return lines[-1][:240] if lines else "it ended without a word"

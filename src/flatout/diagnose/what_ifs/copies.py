@@ -1,0 +1,52 @@
+"""What if every batch were on the device already: copies from the host are answered by device tensors that are kept.
+
+A kept tensor stands for every copy of its shape, dtype and place in the script.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+KEPT = 256  # different copies; a script with more of them moves parameters, say, and gets real ones
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if scene.device_type == "cpu":
+        return Skip("the program trains on the CPU, so no batch is copied anywhere")
+    return Options((True,))
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    tensor_class = scene.torch.Tensor
+    kept: dict[tuple[Any, ...], Any] = {}
+
+    def answered(really: Any) -> Any:
+        def move(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if tensor.device.type != "cpu" or tensor.requires_grad or not scene.torch.is_grad_enabled():
+                return really(tensor, *args, **kwargs)
+            caller = sys._getframe(1)
+            key = (caller.f_code, caller.f_lasti, tuple(tensor.shape), tensor.dtype, repr(args), repr(sorted(kwargs.items(), key=lambda item: item[0])))
+            if key in kept:
+                return kept[key].detach()
+            moved = really(tensor, *args, **kwargs)
+            if moved.device.type != "cpu" and len(kept) < KEPT:
+                kept[key] = moved
+            return moved
+
+        return move
+
+    ledger.set(tensor_class, "to", answered(tensor_class.to))
+    ledger.set(tensor_class, "cuda", answered(tensor_class.cuda))
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    return "images, labels = images.to(device), labels.to(device)  # once, before the loop, to see how long a step takes without copies"
+
+
+LEVER = Lever("copies", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, page=__doc__)

@@ -1,0 +1,28 @@
+"""What if Python never looked for garbage cycles: the collector is switched off."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    return Options((True,)) if gc.isenabled() else Skip("the script has switched garbage collection off itself")
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    if gc.isenabled():
+        gc.disable()
+        ledger.call("gc.disable", gc.enable)
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    return "gc.disable()  # and gc.collect() where a pause does not hurt"
+
+
+LEVER = Lever("gc", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, page=__doc__)

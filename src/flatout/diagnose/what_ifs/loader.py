@@ -1,0 +1,119 @@
+"""What if batches were there already: the same few batches, again and again.
+
+The first batches that each loader hands out are kept; while this holds, the loader's iterator answers with them in turns. Evaluation
+(gradients off) gets its own batches as ever, and the real iterator goes on where it stood once this is over.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+KEPT = 4  # batches of each loader: lengths may differ from batch to batch
+SPARE_BYTES = 2**30  # more than this is not kept twice
+
+_KEPT: WeakKeyDictionary[Any, dict[int, Kept]] = WeakKeyDictionary()  # scene -> data set -> batches; they outlive one switching
+
+
+class Kept:
+    """A few batches, handed out in turns, each time as if it were new."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset  # held, so that its identity stays its own
+        self._batches: list[Any] = []
+        self._versions: list[list[int]] = []
+        self._spare: dict[int, Any] = {}
+        self._turn = 0
+
+    @property
+    def full(self) -> bool:
+        return len(self._batches) >= KEPT
+
+    def take(self, batch: Any) -> None:
+        self._batches.append(_rebuilt(batch, lambda tensor: tensor))
+        self._versions.append(_versions(batch))
+        if sum(map(_bytes, self._batches)) < SPARE_BYTES:
+            self._spare[len(self._batches) - 1] = _rebuilt(batch, lambda tensor: tensor.clone())
+
+    def give(self) -> Any:
+        """The next batch in new containers, because scripts take entries out of theirs; with new tensors where the script writes into them."""
+        at = self._turn % len(self._batches)
+        self._turn += 1
+        if at in self._spare and _versions(self._batches[at]) != self._versions[at]:
+            return _rebuilt(self._spare[at], lambda tensor: tensor.clone())
+        return _rebuilt(self._batches[at], lambda tensor: tensor)
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if not scene.loaders:
+        return Skip("the script prepares its batches itself, without a DataLoader")
+    return Options((True,))
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    iterator_class = scene.torch.utils.data.dataloader._BaseDataLoaderIter
+    take = iterator_class.__next__
+    kept = _KEPT.setdefault(scene, {})
+
+    def next_kept(iterator: Any) -> Any:
+        if scene.asleep or not scene.torch.is_grad_enabled():
+            return take(iterator)
+        mine = kept.get(id(iterator._dataset))
+        if mine is None:
+            mine = kept[id(iterator._dataset)] = Kept(iterator._dataset)
+        if mine.full:
+            return mine.give()
+        batch = take(iterator)
+        mine.take(batch)
+        return batch
+
+    ledger.set(iterator_class, "__next__", next_kept)
+    return ledger.restore
+
+
+def _rebuilt(thing: Any, tensor: Callable[[Any], Any]) -> Any:
+    """The same batch in new containers, its tensors through ``tensor``."""
+    if hasattr(thing, "untyped_storage"):
+        return tensor(thing)
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return type(thing)(*(_rebuilt(each, tensor) for each in thing))
+    if isinstance(thing, (list, tuple)):
+        return type(thing)(_rebuilt(each, tensor) for each in thing)
+    if isinstance(thing, Mapping):
+        other = copy.copy(thing)
+        for key in thing:
+            other[key] = _rebuilt(thing[key], tensor)  # type: ignore[index]
+        return other
+    return copy.copy(thing) if hasattr(thing, "__dict__") else thing
+
+
+def _tensors(thing: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def note(tensor: Any) -> Any:
+        found.append(tensor)
+        return tensor
+
+    _rebuilt(thing, note)
+    return found
+
+
+def _versions(batch: Any) -> list[int]:
+    return [tensor._version for tensor in _tensors(batch)]
+
+
+def _bytes(batch: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(batch))
+
+
+def code(value: Value) -> str:
+    return "batch = next(iter(loader))\nwhile True: ...  # train on this one batch, to see how long a step takes without the loader"
+
+
+LEVER = Lever("loader", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, warms_up=True, page=__doc__)

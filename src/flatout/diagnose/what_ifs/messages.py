@@ -1,0 +1,69 @@
+"""What if nothing were printed or logged: print, progress bars, loggers and metric writers are silent.
+
+What a message is made of is still computed: the value of an f-string, the ``item()`` inside it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import sys
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever, Options, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+# module that is loaded or not, what it owns, the methods that write
+WRITERS = (
+    ("torch.utils.tensorboard.writer", "SummaryWriter", ("add_",)),
+    ("tensorboardX", "SummaryWriter", ("add_",)),
+    ("tqdm.std", "tqdm", ("display",)),
+    ("wandb", "", ("log",)),
+    ("mlflow", "", ("log_",)),
+)
+
+
+class _Deaf:
+    """A stream in front of another: what is written to it is gone, everything else is the other's."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def applies(facts: Facts, scene: Any) -> Options:
+    return Options((True,))
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    ledger.set(builtins, "print", lambda *args, **kwargs: None)
+    for name in ("stdout", "stderr"):
+        ledger.set(sys, name, _Deaf(getattr(sys, name)))
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    ledger.call("logging.disable", lambda: logging.disable(before))
+    for module, owner, starts in WRITERS:
+        found = sys.modules.get(module)
+        found = getattr(found, owner, None) if owner else found
+        for name in [name for name in vars(found) if name.startswith(starts) and callable(getattr(found, name))] if found is not None else []:
+            ledger.set(found, name, lambda *args, **kwargs: None)
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    return "if step % 100 == 0:\n    print(...)  # seldom, in place of every step"
+
+
+LEVER = Lever("logging", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, page=__doc__)

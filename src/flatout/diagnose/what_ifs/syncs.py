@@ -1,0 +1,63 @@
+"""What if Python never waited for a tensor: item() and its like answer with the value that they had before at this place.
+
+A stale value is wrong, and good enough for a bound. Values that steer a loop would steer it for ever, so that a place which asks very
+often within one step gets a real answer again. The value "floats" leaves whole numbers alone, which often are lengths.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+READERS = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy")
+OFTEN = 1000  # times within one step, at one place
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    return Options(("all", "floats"))
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    torch = scene.torch
+    seen: dict[Any, Any] = {}
+    asked: Counter[Any] = Counter()
+    step = [scene.steps]
+
+    def stale(really: Any) -> Any:
+        def answer(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if tensor.requires_grad and tensor.grad_fn is None:  # a parameter: it is saved or averaged, not looked at
+                return really(tensor, *args, **kwargs)
+            if scene.device_type != "cpu" and tensor.device.type == "cpu":
+                return really(tensor, *args, **kwargs)
+            if value == "floats" and not (tensor.dtype.is_floating_point or tensor.dtype == torch.bool):
+                return really(tensor, *args, **kwargs)
+            if step[0] != scene.steps:
+                step[0] = scene.steps
+                asked.clear()
+            caller = sys._getframe(1)
+            key = (caller.f_code, caller.f_lasti, tuple(tensor.shape), tensor.dtype)
+            asked[key] += 1
+            if key not in seen or asked[key] > OFTEN:
+                seen[key] = really(tensor, *args, **kwargs)
+            return list(seen[key]) if isinstance(seen[key], list) else seen[key]
+
+        return answer
+
+    for name in READERS:
+        ledger.set(torch.Tensor, name, stale(getattr(torch.Tensor, name)))
+    if scene.device_type == "cuda":
+        for owner in (torch.cuda, torch.cuda.Event, torch.cuda.Stream):
+            ledger.set(owner, "synchronize", lambda *args, **kwargs: None)
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    return "total += loss.detach()  # in place of loss.item(), which is read once at the end"
+
+
+LEVER = Lever("syncs", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, page=__doc__)

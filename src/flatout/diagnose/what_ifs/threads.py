@@ -1,0 +1,35 @@
+"""What if an operation used one thread fewer, or one more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+
+def _fewer(facts: Facts, scene: Any) -> Options | Skip:
+    now = scene.torch.get_num_threads()
+    # Where there are more than cores, one fewer is as bad: what is tried is one for each core.
+    return Options((min(now - 1, facts.cores),)) if now > 1 else Skip("one thread is used already")
+
+
+def _more(facts: Facts, scene: Any) -> Options | Skip:
+    now = scene.torch.get_num_threads()
+    return Options((now + 1,)) if now < facts.cores else Skip(f"all {facts.cores} cores are used already")
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    before = scene.torch.get_num_threads()
+    scene.torch.set_num_threads(int(value))  # type: ignore[arg-type]
+    ledger.call("torch.set_num_threads", lambda: scene.torch.set_num_threads(before))
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    return f"torch.set_num_threads({value})"
+
+
+FEWER = Lever("one thread fewer", Moment.STEP, Effect.CHANGES_MATH, _fewer, code, apply=apply, live=True, page=__doc__)
+MORE = Lever("one thread more", Moment.STEP, Effect.CHANGES_MATH, _more, code, apply=apply, live=True, page=__doc__)

@@ -1,0 +1,99 @@
+"""Floating-point operations of single operators, from the shapes that a profiler recorded. A multiplication and an addition are two.
+
+The formulas are those of ``torch.utils.flop_counter``, which wants the tensors themselves or the shape of what comes out; a recording has
+only what went in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+Shape = Sequence[int]
+
+FORWARD_CONVOLUTIONS = tuple("aten::" + name for name in (
+    "mkldnn_convolution", "cudnn_convolution", "miopen_convolution", "_slow_conv2d_forward", "slow_conv3d_forward", "thnn_conv2d",
+    "_conv_depthwise2d", "conv_depthwise3d"))
+
+
+def flops_of(name: str, shapes: Sequence[Shape], given: Sequence[Any] = ()) -> float | None:
+    """The operations of one call; None for an operator that is no matrix product, convolution or attention, or was not recorded whole.
+
+    ``given`` are the arguments that are no tensors, at their places: numbers and lists, or nothing.
+    """
+    try:
+        if name == "aten::mm":
+            return _product(shapes[0], shapes[1])
+        if name == "aten::addmm":
+            return _product(shapes[1], shapes[2])
+        if name == "aten::bmm":
+            return shapes[0][0] * _product(shapes[0][1:], shapes[1][1:])
+        if name == "aten::baddbmm":
+            return shapes[1][0] * _product(shapes[1][1:], shapes[2][1:])
+        if name in ("aten::_scaled_mm", "aten::_int_mm"):
+            return _product(shapes[0], shapes[1])
+        if name in FORWARD_CONVOLUTIONS:
+            return _convolution(name, shapes, given)
+        if name == "aten::convolution_backward":
+            # Both gradients have the cost of the forward pass: of each output value, one product with every weight that made it.
+            wanted = _list(given[10]) if len(given) > 10 else [1, 1, 1]
+            once = 2.0 * prod(shapes[0]) * prod(shapes[2][1:])
+            return once * (int(bool(wanted[0])) + int(bool(wanted[1])))
+        if "scaled_dot_product" in name and "attention" in name:
+            return _attention(name, shapes)
+    except (IndexError, ValueError, TypeError):
+        return None
+    return None
+
+
+def _product(a: Shape, b: Shape) -> float:
+    (rows, inner), (also_inner, columns) = a, b
+    if inner != also_inner:
+        raise ValueError("no matrix product")
+    return 2.0 * rows * inner * columns
+
+
+def _convolution(name: str, shapes: Sequence[Shape], given: Sequence[Any]) -> float:
+    x, weight = shapes[0], shapes[1]
+    if not x or not weight:
+        raise ValueError("not recorded")
+    places = {"aten::mkldnn_convolution": (3, 4, 5), "aten::cudnn_convolution": (2, 3, 4), "aten::miopen_convolution": (3, 4, 5)}
+    if name not in places:  # (input, weight, kernel size, bias, stride, padding): never dilated
+        stride, padding, dilation = _list(given[4]), _list(given[5]), [1]
+    else:
+        padding, stride, dilation = (_list(given[at]) for at in places[name])
+    out = 1
+    for at, (size, kernel) in enumerate(zip(x[2:], weight[2:], strict=True)):
+        reach = _at(dilation, at) * (kernel - 1) + 1
+        out *= (size + 2 * _at(padding, at) - reach) // _at(stride, at) + 1
+    return 2.0 * x[0] * out * weight[0] * prod(weight[1:])
+
+
+def _attention(name: str, shapes: Sequence[Shape]) -> float:
+    """Shapes are (batch, heads, length, width). Backward does again the scores, and four products more; flop_counter counts so as well."""
+    backward = "backward" in name
+    q, k, v = shapes[1:4] if backward else shapes[:3]
+    *_, q_length, width = q
+    scores = 2.0 * prod(q) * k[-2]
+    values = 2.0 * prod(q[:-1]) * v[-2] * v[-1]
+    if width <= 0 or q_length <= 0:
+        raise ValueError("not recorded")
+    return 3 * scores + 2 * values if backward else scores + values
+
+
+def _list(value: Any) -> list[int]:
+    """Recordings spell a list as a list or as its text."""
+    if isinstance(value, str):
+        words = value.strip("[]").replace(",", " ").split()
+        return [{"True": 1, "False": 0}[word] if word in ("True", "False") else int(word) for word in words]
+    if isinstance(value, (int, float)):
+        return [int(value)]
+    found = [int(each) for each in value]
+    if not found:
+        raise ValueError("not recorded")
+    return found
+
+
+def _at(values: list[int], index: int) -> int:
+    return values[index] if index < len(values) else values[-1]

@@ -1,0 +1,72 @@
+"""What fills the memory over one step: the allocations that a profiler recorded, beside what is known of parameters, gradients, optimizer
+state, inputs and saved activations. What is neither is ``other``: temporary values, and what the program holds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.plan.profile import MEMORY_KINDS, MemoryAt, MemorySeen
+
+POINTS_KEPT = 160
+
+
+@dataclass
+class Moment:
+    """What was known at ``ns`` of the recording's clock, in bytes by kind."""
+
+    ns: int
+    kinds: dict[str, int]
+    modules: dict[str, int] = field(default_factory=dict)
+
+
+def allocations(events: Iterable[Any], on_device: bool) -> list[tuple[int, int]]:
+    """(ns, bytes) of each allocation, and with a minus of each block that was given back, in order of time."""
+    found = []
+    for event in events:
+        if event.name() == "[memory]" and str(event.device_type()).endswith(".CPU") != on_device:
+            found.append((event.start_ns(), event.nbytes()))
+    return sorted(found)
+
+
+def running_totals(changes: Sequence[tuple[int, int]], before: int) -> list[tuple[int, int]]:
+    """(ns, bytes in use) after each change, ``before`` being in use at the start."""
+    total, found = before, []
+    for ns, change in changes:
+        total += change
+        found.append((ns, total))
+    return found
+
+
+def at(totals: Sequence[tuple[int, int]], ns: int, before: int) -> int:
+    """Bytes in use at a moment."""
+    index = bisect_right(totals, ns, key=lambda pair: pair[0])
+    return totals[index - 1][1] if index else before
+
+
+def seen(where: str, totals: Sequence[tuple[int, int]], before: int, moments: Sequence[Moment], start_ns: int, end_ns: int) -> MemorySeen:
+    """The step between ``start_ns`` and ``end_ns``: its peak, what filled it, and a timeline of at most ``POINTS_KEPT`` points."""
+    inside = [(ns, total) for ns, total in totals if start_ns <= ns <= end_ns] or [(start_ns, at(totals, start_ns, before))]
+    peak_ns, peak = max(inside, key=lambda pair: pair[1])
+    known = [moment for moment in moments if moment.ns <= end_ns] or [Moment(start_ns, {})]
+    index = max(0, bisect_right([moment.ns for moment in known], peak_ns) - 1)
+    found = MemorySeen(where, peak, complete(known[index].kinds, peak))
+    fullest = max((moment for moment in known if moment.ns >= start_ns), key=lambda moment: sum(moment.modules.values()), default=known[index])
+    found.by_module = dict(sorted(fullest.modules.items(), key=lambda item: -item[1]))
+    points = [(moment.ns, moment.kinds) for moment in known if moment.ns >= start_ns]
+    points.append((peak_ns, known[index].kinds))
+    points.sort(key=lambda point: point[0])
+    stride = max(1, len(points) // POINTS_KEPT)
+    kept = [point for number, point in enumerate(points) if number % stride == 0 or point[0] == peak_ns]
+    found.timeline = [MemoryAt((ns - start_ns) / 1e6, complete(kinds, peak if ns == peak_ns else at(totals, ns, before))) for ns, kinds in kept]
+    return found
+
+
+def complete(kinds: Mapping[str, int], total: int) -> dict[str, int]:
+    """All kinds that were seen, and ``other`` for what is in use beside them."""
+    known = {kind: int(kinds[kind]) for kind in MEMORY_KINDS if kinds.get(kind)}
+    known["other"] = max(0, total - sum(value for kind, value in known.items() if kind != "fragmentation"))
+    return known

@@ -1,0 +1,263 @@
+"""What a torch profiler recorded, as Operations: self time, calls, FLOPs, bytes, the user's line; and what the device waited for.
+
+Works on the raw events of kineto, because building torch's own event objects takes longer than the steps that they tell of.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+from flatout.measure.flops import flops_of
+from flatout.plan.findings import Place
+from flatout.plan.profile import IdleGap, Operation
+
+SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "long": 8, "int": 4, "short int": 2, "signed char": 1,
+         "unsigned char": 1, "bool": 1, "c10::complex<float>": 8, "c10::complex<double>": 16}
+NAMES = {"float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "long int": "int64", "long": "int64",
+         "int": "int32", "short int": "int16", "signed char": "int8", "unsigned char": "uint8"}
+FLOATS = ("double", "float", "c10::BFloat16", "c10::Half")
+# They look at memory, or take it, and move none of it.
+VIEWS = frozenset("aten::" + name for name in (
+    "view", "reshape", "_reshape_alias", "t", "transpose", "permute", "expand", "as_strided", "unsqueeze", "squeeze", "slice", "select", "detach", "detach_",
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "alias", "chunk", "split", "split_with_sizes", "unbind",
+    "narrow", "_unsafe_view", "unfold", "view_as", "expand_as", "numpy_T", "movedim", "flatten", "unflatten", "result_type", "lift_fresh", "set_",
+    "broadcast_to"))
+# Names of kernels that multiply on Tensor Cores, as cuBLAS, cuDNN, CUTLASS, FlashAttention and Triton spell them.
+TENSOR_CORES = re.compile(r"tensorop|[hi]mma|[swu]?gmma|s884|s1688|s16816|xmma|nvjet|flash_(fwd|bwd)|fmha|mma_|bf16gemm|h_sz|tf32", re.IGNORECASE)
+MULTIPLIES = re.compile(r"mm$|convolution|attention|linear|matmul", re.IGNORECASE)
+OF_A_LOADER = "enumerate(DataLoader)"  # how torch's loaders mark the taking of a batch
+STACK_LINE = re.compile(r"^(.*)\((\d+)\): (.*)$")
+SHAPES_KEPT = 3
+GAPS_KEPT = 8
+SHORTEST_GAP_NS = 5_000
+
+
+Line = tuple[str, int, str]  # file, line, function
+Lines = Mapping[tuple[str, tuple[tuple[int, ...], ...]], Sequence[Line | None]]
+
+
+@dataclass
+class _Event:
+    name: str
+    start: int
+    end: int
+    thread: int
+    raw: Any
+    children_ns: int = 0
+    works: bool = True  # no other operator below it does its work
+    flops: float | None = None  # None as well where they are those of an operator below it
+    device_ns: int = 0
+    core_ns: int = 0
+    line: Line | None = None
+
+
+@dataclass
+class _Sum:
+    calls: int = 0
+    host_ns: int = 0
+    device_ns: int = 0
+    core_ns: int = 0
+    flops: float = 0.0
+    moved: float = 0.0
+    shapes: Counter[str] = field(default_factory=Counter)
+    lines: Counter[Line | None] = field(default_factory=Counter)
+
+
+@dataclass
+class Heard:
+    """``operators_ns`` is the time of the program's own thread in operators of any kind, ``busy_ns`` that of the device, and ``python_share``
+    the share of the time in which that thread was neither in an operator nor waiting for data."""
+
+    operations: list[Operation]
+    operators: int = 0
+    operators_ns: int = 0
+    python_share: float | None = None
+    busy_ns: int | None = None
+    gaps: list[IdleGap] = field(default_factory=list)
+
+
+class Recording:
+    """The events of some whole steps. ``lines`` are the user's lines of each kind of call (name and shapes), in the order of one step's calls."""
+
+    def __init__(self, events: Sequence[Any], steps: int, lines: Lines, place: Callable[[str, int, str], Place]) -> None:
+        self.steps, self.lines, self.place = max(1, steps), lines, place
+        self.operators: list[_Event] = []
+        self.kernels: list[Any] = []
+        self.waits: list[tuple[int, int]] = []  # for data
+        for event in events:
+            kind = _kind(event)
+            if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+                self.kernels.append(event)
+            elif kind == "user_annotation" and event.name().startswith(OF_A_LOADER):
+                self.waits.append((event.start_ns(), event.end_ns()))
+            elif kind == "cpu_op" and not event.name().startswith("["):  # [memory] is an allocation
+                self.operators.append(_Event(event.name(), event.start_ns(), event.end_ns(), event.start_thread_id(), event))
+        self.operators.sort(key=lambda e: (e.thread, e.start, -e.end))
+
+    def heard(self) -> Heard:
+        outermost = self._nest()
+        self._link_kernels()
+        sums: dict[tuple[str, str], _Sum] = defaultdict(_Sum)
+        for event in self.operators:
+            self._add(sums, event)
+        found = Heard(self._operations(sums), len([e for e in outermost if "::" in e.name]))
+        thread = Counter(e.thread for e in outermost).most_common(1)
+        spans = [(e.start, e.end) for e in self.operators if thread and e.thread == thread[0][0]]
+        found.operators_ns = _union_ns(spans)
+        if spans:
+            spans += self.waits
+            found.python_share = 1 - _union_ns(spans) / max(1, max(end for _, end in spans) - min(start for start, _ in spans))
+        if self.kernels:
+            found.busy_ns = _union_ns((k.start_ns(), k.end_ns()) for k in self.kernels)
+            found.gaps = self._gaps()
+        return found
+
+    # -- which operator was called by which, and from where --------------------------------------------------------------
+
+    def _nest(self) -> list[_Event]:
+        """Time of children, and lines, from the nesting; answers the operators that no other operator called (a node of autograd is none)."""
+        turns: Counter[Any] = Counter()
+        open_: list[_Event] = []
+        outermost = []
+        for event in self.operators:
+            while open_ and (open_[-1].thread != event.thread or open_[-1].end <= event.start):
+                open_.pop()
+            key = event.name, tuple(tuple(shape) for shape in event.raw.shapes() if shape)
+            known = self.lines.get(key)
+            if known:
+                event.line = known[turns[key] % len(known)]
+                turns[key] += 1
+                for each in reversed(open_):  # what is made of other operators has the line of the first
+                    each.line = each.line or event.line
+            event.line = event.line or (open_[-1].line if open_ else None)
+            event.flops = flops_of(event.name, [list(shape) for shape in event.raw.shapes()], list(event.raw.concrete_inputs()))
+            if event.flops is not None:
+                for each in open_:
+                    each.flops = None
+            if open_:
+                open_[-1].children_ns += event.end - event.start
+                if event.name not in VIEWS:
+                    for each in open_:
+                        each.works = False
+            if not _is_node(event) and all(map(_is_node, open_)):
+                outermost.append(event)
+            open_.append(event)
+        return outermost
+
+    def _link_kernels(self) -> None:
+        by_number = {e.raw.correlation_id(): e for e in self.operators}
+        for kernel in self.kernels:
+            event = by_number.get(kernel.linked_correlation_id())
+            if event is not None:
+                ns = kernel.end_ns() - kernel.start_ns()
+                event.device_ns += ns
+                event.core_ns += ns if TENSOR_CORES.search(kernel.name()) else 0
+
+    # -- sums ---------------------------------------------------------------------------------------------------------
+
+    def _add(self, sums: dict[tuple[str, str], _Sum], event: _Event) -> None:
+        dtypes, shapes = list(event.raw.dtypes()), [list(shape) for shape in event.raw.shapes()]
+        main = next((NAMES[d] for d in FLOATS if d in dtypes), next((NAMES.get(d, d) for d in dtypes if d in SIZES), ""))
+        total = sums[event.name, main]
+        total.calls += 1
+        own_ns = max(0, event.end - event.start - event.children_ns)
+        total.host_ns += own_ns
+        total.device_ns += event.device_ns
+        total.core_ns += event.core_ns
+        if any(shapes):
+            total.shapes[" x ".join(str(tuple(shape)) for shape in shapes if shape)[:120]] += 1
+        total.lines[event.line] += event.device_ns or own_ns
+        total.flops += event.flops or 0.0
+        if (event.works or event.flops is not None) and event.name not in VIEWS and not _is_node(event):
+            total.moved += _moved_bytes(dtypes, shapes)
+
+    def _operations(self, sums: dict[tuple[str, str], _Sum]) -> list[Operation]:
+        device = bool(self.kernels)
+        whole = sum(s.device_ns if device else s.host_ns for s in sums.values()) or 1
+        found = []
+        for (name, dtype), total in sums.items():
+            own = total.device_ns if device else total.host_ns
+            operation = Operation(name, total.calls / self.steps, total.host_ns / 1e6 / self.steps, share=own / whole)
+            operation.device_ms = total.device_ns / 1e6 / self.steps if device else None
+            operation.flops = total.flops / self.steps if total.flops else None
+            operation.moved_bytes = total.moved / self.steps if total.moved else None
+            operation.dtypes = [dtype] if dtype else []
+            operation.shapes = [shape for shape, _ in total.shapes.most_common(SHAPES_KEPT)]
+            if device and total.device_ns and MULTIPLIES.search(name):
+                operation.tensor_cores = 2 * total.core_ns > total.device_ns
+            line = next((line for line, _ in total.lines.most_common() if line is not None), None)
+            operation.place = self.place(*line) if line is not None else None
+            found.append(operation)
+        return sorted(found, key=lambda o: -o.share)
+
+    # -- the device waits -----------------------------------------------------------------------------------------------
+
+    def _gaps(self) -> list[IdleGap]:
+        busy = _merged((k.start_ns(), k.end_ns()) for k in self.kernels)
+        starts = [e.start for e in sorted(self.operators, key=lambda e: e.start)]
+        ordered = sorted(self.operators, key=lambda e: e.start)
+        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        lines: dict[str, Counter[Line | None]] = defaultdict(Counter)
+        for (_, before), (after, _) in pairwise(busy):
+            if after - before < SHORTEST_GAP_NS:
+                continue
+            middle = (before + after) // 2
+            at = bisect_right(starts, middle) - 1
+            under = next((e for e in reversed(ordered[max(0, at - 20): at + 1]) if e.end >= middle), None)
+            name = under.name if under is not None else "python"
+            sums[name][0] += (after - before) / 1e6
+            sums[name][1] += 1
+            nearest = under or (ordered[at] if at >= 0 else None)
+            lines[name][nearest.line if nearest else None] += after - before
+        found = []
+        for name, (ms, calls) in sums.items():
+            line = lines[name].most_common(1)[0][0]
+            found.append(IdleGap(name, ms / self.steps, calls / self.steps, self.place(*line) if line is not None else None))
+        return sorted(found, key=lambda gap: -gap.ms)[:GAPS_KEPT]
+
+
+def _kind(event: Any) -> str:
+    """The activity, as kineto calls it; an older torch only tells it by other marks."""
+    on_device = not str(event.device_type()).endswith(".CPU")
+    ask = getattr(event, "activity_type", None)
+    if ask is not None:
+        kind = str(ask())
+        return "kernel" if kind == "concurrent_kernel" else kind if on_device == kind.startswith(("kernel", "gpu_")) else ""
+    if event.is_user_annotation():
+        return "user_annotation"
+    if on_device:
+        return "kernel"
+    python = STACK_LINE.match(event.name()) or event.name().startswith(("nn.Module: ", "<built-in "))
+    return "python_function" if python else "cpu_op"
+
+
+def _is_node(event: _Event) -> bool:
+    """A node of autograd's backward pass, which is no operator itself."""
+    return event.name.startswith("autograd::engine") or (event.raw.scope() == 1 and "::" not in event.name)
+
+
+def _moved_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> float:
+    """What is read, and a result as large as the largest of it: an estimate, exact for elementwise operators."""
+    read = [prod(shape) * SIZES[dtype] for dtype, shape in zip(dtypes, shapes, strict=False) if dtype in SIZES and shape]
+    return float(sum(read) + max(read, default=0))
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def _union_ns(spans: Iterable[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in _merged(spans))

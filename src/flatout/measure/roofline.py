@@ -1,0 +1,58 @@
+"""How near an operator comes to what the machine can do, and which roof is above it.
+
+The roofline: no operator is faster than its FLOPs over the peak of its dtype, nor than its bytes over the memory's bandwidth (Williams,
+Waterman and Patterson, 2009). Both peaks are measured ones; without them nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flatout.plan.profile import Operation
+
+LAUNCH_US = 20.0  # a call shorter than this, far below both roofs, is its own overhead
+FAR_BELOW = 0.25
+
+
+def place_under_roof(operations: Sequence[Operation], ceilings: Mapping[str, float], tf32: bool = False) -> None:
+    """Fill in ``roofline`` and ``limit`` of each operation. ``ceilings`` by name, empty where they were never measured."""
+    for operation in operations:
+        operation.roofline, operation.limit = _share(operation, ceilings, tf32)
+
+
+def _share(operation: Operation, ceilings: Mapping[str, float], tf32: bool) -> tuple[float | None, str]:
+    own_ms = operation.device_ms if operation.device_ms is not None else operation.host_ms
+    bandwidth = ceilings.get("memory_bytes_per_s")
+    if not own_ms or not bandwidth or not operation.moved_bytes:
+        return None, "unknown"
+    memory_ms = operation.moved_bytes / bandwidth * 1000
+    compute_ms = 0.0
+    if operation.flops:
+        dtype = operation.dtypes[0] if operation.dtypes else "float32"
+        peak = ceilings.get(f"matmul_{'tf32' if tf32 and dtype == 'float32' else dtype}_flops")
+        if peak is None:
+            return None, "unknown"
+        compute_ms = operation.flops / peak * 1000
+    share = min(1.0, max(memory_ms, compute_ms) / own_ms)
+    if share < FAR_BELOW and 1000 * own_ms / max(operation.calls, 1e-9) < LAUNCH_US:
+        return share, "launch"
+    return share, "compute" if compute_ms > memory_ms else "memory"
+
+
+def flops_a_step(operations: Sequence[Operation]) -> float | None:
+    """All that could be counted; None where nothing was."""
+    known = [operation.flops for operation in operations if operation.flops]
+    return sum(known) if known else None
+
+
+def utilisation(operations: Sequence[Operation], step_ms: float, ceilings: Mapping[str, float], tf32: bool = False) -> float | None:
+    """MFU: the time that the counted FLOPs would take at the measured peaks of their dtypes, over the step's time."""
+    ideal_ms = 0.0
+    for operation in operations:
+        if operation.flops:
+            dtype = operation.dtypes[0] if operation.dtypes else "float32"
+            peak = ceilings.get(f"matmul_{'tf32' if tf32 and dtype == 'float32' else dtype}_flops")
+            if peak is None:
+                return None
+            ideal_ms += operation.flops / peak * 1000
+    return ideal_ms / step_ms if ideal_ms and step_ms > 0 else None

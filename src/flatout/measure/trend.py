@@ -1,0 +1,39 @@
+"""Does a series grow: the Mann-Kendall test, and Theil and Sen's slope. Neither cares for outliers or for the shape of the noise.
+
+Sources: Mann, Econometrica 13 (1945); Kendall, Rank Correlation Methods (1975), with the correction for ties; Sen, JASA 63 (1968).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from flatout.measure.statistics import median
+
+
+def chance_of_growth(series: Sequence[float]) -> float:
+    """How probable so strong a rise is in a series without any trend, one-sided. 1.0 where there are too few values to tell."""
+    n = len(series)
+    if n < 4:
+        return 1.0
+    score = sum((b > a) - (b < a) for at, a in enumerate(series) for b in series[at + 1:])
+    ties = sum(count * (count - 1) * (2 * count + 5) for count in Counter(series).values())
+    variance = (n * (n - 1) * (2 * n + 5) - ties) / 18
+    if variance <= 0:
+        return 1.0
+    z = (score - (1 if score > 0 else -1 if score < 0 else 0)) / math.sqrt(variance)
+    return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+def slope(series: Sequence[float]) -> float:
+    """The median of the slopes between all pairs, a step of the series; 0.0 for fewer than two values."""
+    slopes = [(b - a) / (later - at) for at, a in enumerate(series) for later, b in enumerate(series) if later > at]
+    return median(slopes) if slopes else 0.0
+
+
+def keeps_growing(series: Sequence[float], rarer_than: float) -> bool:
+    """Whether a rise is no accident and goes on: a warm-up rises too, and then stays."""
+    half = len(series) // 2
+    rise = slope(series)
+    return rise > 0 and chance_of_growth(series) < rarer_than and slope(series[half:]) > rise / 3

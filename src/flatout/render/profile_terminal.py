@@ -1,0 +1,218 @@
+"""A profile as rich renderables for a terminal of 80 columns or more: what limits the step first, then why, then what to do next."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from flatout.plan.findings import Finding, Place
+from flatout.plan.profile import Crossing, Leak, MemorySeen, Operation, ProfileRecord
+from flatout.render.terminal import pairs, section, table_of, text
+from flatout.render.wording import milliseconds, shell, size
+
+OPERATIONS = 8
+CROSSINGS = 8
+MODULES = 5
+FINDINGS = 8
+WITHOUT = {"loader": "without the loader", "copies": "without copies", "optimizer": "without the optimizer", "syncs": "without waiting for values",
+           "logging": "without messages", "gc": "without garbage collection", "one thread fewer": "one thread fewer", "one thread more": "one thread more"}
+OF_A_PHASE = {"data": "loader", "copy": "copies", "optimizer": "optimizer"}
+STYLES = {"wrong result": "bold red", "wasted time": "bold yellow", "wasted memory": "bold yellow", "fragile": "bold"}
+
+
+def profile_tables(profile: ProfileRecord) -> RenderableType:
+    """What `flatout profile` says when it is done."""
+    lines: list[RenderableType] = [Text(headline(profile), style="bold")]
+    lines.append(Text(_below(profile), style="dim"))
+    for part in (_phases(profile), _what_ifs(profile), _operations(profile), _crossings(profile), _loaders(profile), _memory(profile), _findings(profile),
+                 _others(profile)):
+        lines += section(part)
+    why, command = next_step(profile)
+    lines += ["", Text(why), Padding(Text(command, style="bold", overflow="fold"), (0, 0, 0, 2))]
+    return Group(*lines)
+
+
+def headline(profile: ProfileRecord) -> str:
+    if not profile.step_ms:
+        return "no quiet step was measured"
+    rate = f", {profile.samples_per_s:,.0f} samples/s" if profile.samples_per_s else ""
+    step = f"{milliseconds(profile.step_ms)} a {profile.unit}{rate}"
+    return f"{profile.bound}-bound: {step}. {profile.bound_why}" if profile.bound else step
+
+
+def next_step(profile: ProfileRecord) -> tuple[str, str]:
+    command = shell(profile.command)
+    if profile.leak is not None and profile.leak.leaking:
+        return "Memory grows with every step; look at it over more of them:", f"flatout profile --memory {command}"
+    return "Find the fastest plan for it; what was found here is tried first:", f"flatout tune {command}"
+
+
+def _below(profile: ProfileRecord) -> str:
+    parts = [f"{profile.steps} quiet steps after {profile.warmup_steps} to warm up", profile.device]
+    if profile.overhead is not None:
+        parts.append(f"a step that was listened to took {profile.overhead.median:.2f}x as long, and is not in these times")
+    return "; ".join(parts)
+
+
+def _phases(profile: ProfileRecord) -> RenderableType | None:
+    if not profile.phases:
+        return None
+    grid = table_of("phase", "median", "quartiles", "share", "without it")
+    for column in grid.columns[1:4]:
+        column.justify = "right"
+    ratios = {what_if.name: what_if.ratio for what_if in profile.what_ifs}
+    for name, phase in profile.phases.items():
+        if phase.share < 0.0005 and not ratios.get(OF_A_PHASE.get(name, "")):
+            continue
+        ratio = ratios.get(OF_A_PHASE.get(name, ""))
+        quartiles = f"{milliseconds(phase.low_ms)} - {milliseconds(phase.high_ms)}"
+        grid.add_row(Text(name), Text(milliseconds(phase.median_ms)), Text(quartiles), Text(f"{phase.share:.0%}"), Text(ratio.sentence() if ratio else ""))
+    return grid
+
+
+def _what_ifs(profile: ProfileRecord) -> RenderableType | None:
+    rows = []
+    for what_if in profile.what_ifs:
+        name = WITHOUT.get(what_if.name, what_if.name)
+        if what_if.ratio is None:
+            rows.append((name, Text(f"not measured: {what_if.why_not}", style="dim", overflow="fold")))
+        else:
+            step = f", {milliseconds(what_if.step_ms)} a step" if what_if.step_ms else ""
+            rows.append((name, Text(f"{what_if.ratio.sentence()} as fast{step}", style="green" if what_if.ratio.low > 1.03 else "", overflow="fold")))
+    return Group(Text("what if, switched on and off in the running program", style="dim"), pairs(rows)) if rows else None
+
+
+def _operations(profile: ProfileRecord) -> RenderableType | None:
+    if not profile.operations:
+        return None
+    grid = table_of("operator", "share", "calls", "roofline", "limit", "line")
+    for column in grid.columns[1:4]:
+        column.justify = "right"
+    for operation in profile.operations[:OPERATIONS]:
+        grid.add_row(Text(_operator(operation), overflow="fold"), Text(f"{operation.share:.0%}"), Text(f"{operation.calls:.0f}"),
+                     Text("" if operation.roofline is None else f"{operation.roofline:.0%}"),
+                     Text("" if operation.limit == "unknown" else operation.limit), _place(operation.place))
+    said = []
+    if profile.operators_a_step:
+        mean = f", {profile.operator_us:.0f} us each" if profile.operator_us else ""
+        said.append(f"{profile.operators_a_step:.0f} operators a step{mean}")
+    if profile.python_ms is not None:
+        said.append(f"{milliseconds(profile.python_ms)} of Python in no operator")
+    if profile.flops_a_step:
+        said.append(f"{profile.flops_a_step / 1e9:.2f} GFLOP a step" + (f", {profile.mfu:.0%} of the measured peak" if profile.mfu else ""))
+    if profile.idle_ms is not None:
+        said.append(f"the device is idle for {milliseconds(profile.idle_ms)}")
+    return Group(grid, Text("; ".join(said), style="dim"))
+
+
+def _operator(operation: Operation) -> str:
+    cores = "" if operation.tensor_cores is None else " (Tensor Cores)" if operation.tensor_cores else " (no Tensor Cores)"
+    dtype = f" {operation.dtypes[0]}" if operation.dtypes else ""
+    return operation.name.removeprefix("aten::") + dtype + cores
+
+
+def _crossings(profile: ProfileRecord) -> RenderableType | None:
+    if not profile.crossings:
+        return None
+    grid = table_of("crossing", "a step", "cost", "line")
+    for column in grid.columns[1:3]:
+        column.justify = "right"
+    for crossing in profile.crossings[:CROSSINGS]:
+        grid.add_row(Text(_kind(crossing)), Text(f"{crossing.calls:.1f}"), Text(milliseconds(crossing.ms)), _place(crossing.place))
+    note = "" if profile.device != "cpu" else "On a CPU nothing waits for a device, so these cost little here; on a GPU each one stops the host."
+    left = len(profile.crossings) - CROSSINGS
+    more = f"{left} more in the record. " if left > 0 else ""
+    return Group(grid, Text(more + note, style="dim")) if more or note else grid
+
+
+def _kind(crossing: Crossing) -> str:
+    if crossing.kind != "to device":
+        return crossing.kind
+    return "to device, " + ("pinned" if crossing.pinned else "pageable") + ("" if crossing.non_blocking else ", blocking")
+
+
+def _loaders(profile: ProfileRecord) -> RenderableType | None:
+    rows = []
+    for seen in profile.loaders:
+        words = [f"{seen.workers} workers, {milliseconds(seen.wait_ms)} of waiting a step"]
+        if seen.fetch_ms is not None:
+            slow = f", most of it ({seen.slow_share:.0%}) in {_where(seen.slow_place)}" if seen.slow_place is not None and seen.slow_share else ""
+            words.append(f"a batch takes {milliseconds(seen.fetch_ms)} inside the data set{slow}")
+        if seen.begun > 1 or seen.made > 1:
+            words.append(f"made {seen.made}x, iterated over {seen.begun}x, {milliseconds(seen.start_ms)} until the first batch")
+        rows.append((_where(seen.place) or seen.dataset, text("; ".join(words))))
+    return Group(Text("loaders", style="dim"), pairs(rows)) if rows else None
+
+
+def _memory(profile: ProfileRecord) -> RenderableType | None:
+    rows = []
+    if profile.memory is not None:
+        rows += _peak(profile.memory)
+    for name, leak in (("tensors", profile.leak), ("process", profile.host_growth)):
+        if leak is not None and leak.leaking:
+            rows.append((f"{name} grow" if name == "tensors" else "process grows", Text(_leak(leak), style="bold red", overflow="fold")))
+    return Group(Text("memory", style="dim"), pairs(rows)) if rows else None
+
+
+def _peak(memory: MemorySeen) -> list[tuple[str, Text]]:
+    largest = sorted(((most, kind) for kind, most in memory.at_peak.items() if most), reverse=True)
+    rows = [("peak", text(f"{size(memory.peak_bytes)} on the {memory.where}" + (f", at {_where(memory.peak_place)}" if memory.peak_place else ""))),
+            ("of it", text(", ".join(f"{kind} {size(most)}" for most, kind in largest)))]
+    modules = list(memory.by_module.items())[:MODULES]
+    if modules:
+        rows.append(("activations", text(", ".join(f"{name} {size(most)}" for name, most in modules))))
+    if memory.retries:
+        rows.append(("allocator", text(f"{memory.retries} times it had to give memory back and try again")))
+    return rows
+
+
+def _leak(leak: Leak) -> str:
+    held = f", held by {leak.holder}" if leak.holder else ""
+    place = f", put there at {_where(leak.place)}" if leak.place is not None else ""
+    graph = "; an autograd graph hangs on it" if leak.graph else ""
+    return f"{size(leak.bytes_a_step)} a step over {leak.steps} steps (chance {leak.chance:.1g}){held}{place}{graph}"
+
+
+def _findings(profile: ProfileRecord) -> RenderableType | None:
+    lines: list[RenderableType] = []
+    for finding in profile.findings[:FINDINGS]:
+        lines += _finding(finding)
+    left = len(profile.findings) - FINDINGS
+    return Group(*lines, *([Text(f"{left} more in the record", style="dim")] if left > 0 else [])) if lines else None
+
+
+def _finding(finding: Finding) -> list[RenderableType]:
+    gain = f"  up to {finding.predicted.median:.2f}x" if finding.predicted else ""
+    title = Text.assemble((finding.rule, STYLES.get(finding.severity, "bold")), " ", (finding.said, ""), (gain, "green"), overflow="fold")
+    found: list[RenderableType] = [title]
+    if finding.place is not None:
+        found.append(Padding(Text.assemble(_where(finding.place), "  ", (finding.place.text, "cyan"), overflow="fold"), (0, 0, 0, 6)))
+    return found
+
+
+def _others(profile: ProfileRecord) -> RenderableType | None:
+    rows = []
+    if profile.gc_calls:
+        longest = milliseconds(profile.gc_longest_ms)
+        rows.append(("garbage", text(f"{profile.gc_calls:.2f} collections a step, {milliseconds(profile.gc_ms)} of it; the longest {longest}")))
+    if profile.compiled is not None:
+        seen = profile.compiled
+        made = f"{seen.graphs} graphs, {seen.recompiles} recompilations, {seen.breaks} graph breaks"
+        rows.append(("compiled", text(f"{made}, {milliseconds(seen.ms)} of compiling")))
+        rows += [("", text(reason)) for reason in seen.reasons[:4]]
+    rows += [("device idle", text(f"{milliseconds(gap.ms)} a step while the host was in {gap.what}" + (f" at {_where(gap.place)}" if gap.place else "")))
+             for gap in profile.idle_gaps[:3]]
+    rows += [("note", text(note)) for note in profile.notes]
+    return pairs(rows) if rows else None
+
+
+def _place(place: Place | None) -> Text:
+    return Text(_where(place), overflow="fold")
+
+
+def _where(place: Place | None) -> str:
+    """The file's name alone: its folder is the program's own in most cases, and the record has it whole."""
+    if place is None:
+        return ""
+    return f"{place.file.rsplit('/', 1)[-1]}:{place.line}" + (f" {place.function}" if place.function else "")

@@ -1,0 +1,74 @@
+"""An ear for what the program itself does between the phases of a step: which of its own lines takes the time."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+from flatout.capture.frames import Line, is_users, place_of
+from flatout.measure.lines import LineTimer
+from flatout.measure.statistics import median
+from flatout.trial.listening import Ear
+
+NEIGHBOURS = 3  # lines: a loop of a few lines is one thing
+PLACES = 3
+
+
+class BetweenEar(Ear):
+    """Lines are timed except while data is waited for, from the model's call to the end of its backward pass, and in the optimizer.
+
+    A line that holds one of these calls is left out whole: what is around the call is little, and listening to it is not free.
+    """
+
+    def begin(self) -> None:
+        self.timer = LineTimer(is_users)
+        self.heard: list[Counter[Line]] = []
+        self.phases: set[Line] = set()  # lines that a phase begins on
+        self.timer.__enter__()
+        self.timer.adopt(sys._getframe(1))
+        self.ledger.call("tracing of lines", lambda: self.timer.__exit__())
+
+    def tick(self) -> None:
+        self.timer.paused = False  # a step may end without a backward pass of its own
+        self.heard.append(Counter(self.timer.ns))
+        self.timer.ns.clear()
+
+    def data_begin(self, loader: Any) -> None:
+        self._phase()
+
+    def data_end(self, loader: Any, batch: Any) -> None:
+        self.timer.paused = False
+
+    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+        self._phase()
+
+    def backward_begin(self, losses: tuple) -> None:
+        self._phase()
+
+    def backward_end(self) -> None:
+        self.timer.paused = False
+
+    def optimizer_begin(self, optimizer: Any) -> None:
+        self._phase()
+
+    def optimizer_end(self, optimizer: Any) -> None:
+        self.timer.paused = False
+
+    def _phase(self) -> None:
+        self.timer.paused = True
+        if self.timer.line is not None:
+            self.phases.add(self.timer.line)
+
+    def end(self) -> dict[str, Any]:
+        super().end()
+        whole = sum(self.heard, Counter())
+        for line in self.phases:
+            del whole[line]
+        if not whole:
+            return {"between": None}
+        top = whole.most_common(1)[0][0]
+        near = sorted((line for line in whole if line[0] is top[0] and abs(line[1] - top[1]) <= NEIGHBOURS), key=lambda line: -whole[line])
+        # The median over the steps: what happens once in many steps, a validation or a checkpoint, is not each step's.
+        ns = median([sum(tick[line] for line in near) for tick in self.heard])
+        return {"between": {"calls": 1.0, "ms": ns / 1e6, "places": [place.to_json() for line in near[:PLACES] if (place := place_of(line)) is not None]}}

@@ -1,0 +1,63 @@
+"""How long a batch takes inside the data set, and which line of the user's takes it: batches fetched once more, in the program's own thread.
+
+Done at the end of a trial: it moves random generators and whatever the data set keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.capture.frames import is_users, place_of
+from flatout.measure.clock import HostClock, seconds
+from flatout.measure.lines import LineTimer
+from flatout.measure.statistics import median
+
+BATCHES = 6
+LONGEST_S = 2.0
+LOADERS = 4
+
+
+def fetches(torch: Any, scene: Any) -> list[dict[str, Any]]:
+    """For each loader that lives: the place that made it, milliseconds of a batch, and the slowest line with its share."""
+    found = []
+    scene.asleep = True
+    try:
+        for loader in scene.live_loaders[:LOADERS]:
+            number = scene.number_of_loader(loader)
+            made_at = scene.loaders[number]["place"] if number is not None else None
+            try:
+                found.append({"made_at": made_at, **_fetch(torch, loader)})
+            except Exception as error:  # the data set's own: it may want a worker, or more than it gets here
+                found.append({"made_at": made_at, "why_not": f"{type(error).__name__}: {error}"})
+    finally:
+        scene.asleep = False
+    return found
+
+
+def _fetch(torch: Any, loader: Any) -> dict[str, Any]:
+    kinds = torch.utils.data.dataloader._DatasetKind
+    fetcher = kinds.create_fetcher(loader._dataset_kind, loader.dataset, loader._auto_collation, loader.collate_fn, loader.drop_last)
+    indices = iter(loader._index_sampler)
+    clock, until_s, times = HostClock(), seconds() + LONGEST_S / 2, []
+    for _ in range(BATCHES):
+        index = next(indices, None)
+        if index is None:
+            break
+        start = clock.mark()
+        fetcher.fetch(index)
+        times.append(clock.elapsed_ms(start, clock.mark()))
+        if seconds() > until_s:
+            break
+    until_s = seconds() + LONGEST_S / 2
+    with LineTimer(is_users) as timer:
+        for _ in range(BATCHES):
+            index = next(indices, None)
+            if index is None or seconds() > until_s:
+                break
+            fetcher.fetch(index)
+    if not times:
+        return {}
+    slow = timer.ns.most_common(1)
+    place = place_of(slow[0][0]) if slow else None
+    return {"fetch_ms": median(times), "slow_place": place.to_json() if place else None,
+            "slow_share": slow[0][1] / max(1, timer.ns.total()) if slow else None}

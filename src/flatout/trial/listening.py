@@ -1,0 +1,134 @@
+"""The steps that are listened to: an Ear hears some whole ticks of the running program, tells what it heard as JSON, and leaves nothing behind.
+
+What an ear costs is in those ticks alone; phases and step times come from quiet ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.capture.crossings import Crossings
+from flatout.capture.frames import place_at, spelled
+from flatout.capture.ledger import Ledger
+from flatout.capture.lines import OperatorLines
+from flatout.capture.listener import Listener
+from flatout.measure.clock import HostClock
+from flatout.measure.operations import Recording
+
+
+@dataclass
+class Surroundings:
+    """What an ear may look at. ``outside()`` lets it write where the program itself may not; ``ours()`` are tensors that we keep ourselves."""
+
+    torch: Any
+    scene: Any
+    outside: Callable[[], AbstractContextManager[Any]]
+    ours: Callable[[], list[Any]] = list
+
+    @property
+    def on_device(self) -> bool:
+        return bool(self.scene.device_type != "cpu")
+
+    def activities(self) -> list[Any]:
+        kinds = self.torch.profiler.ProfilerActivity
+        return [kinds.CPU, *([kinds.CUDA] if self.scene.device_type == "cuda" else [])]
+
+
+class Ear(Listener):
+    """``begin`` and ``end`` are called between two ticks, ``tick`` after each one. ``end`` must undo everything, whatever happened."""
+
+    def __init__(self, around: Surroundings, wishes: dict[str, Any]) -> None:
+        self.around, self.wishes = around, wishes
+        self.torch, self.scene = around.torch, around.scene
+        self.ticks = int(wishes.get("ticks", 1))
+        self.ledger = Ledger()
+
+    def begin(self) -> None: ...
+    def tick(self) -> None: ...
+
+    def end(self) -> dict[str, Any]:
+        self.ledger.restore()
+        return {}
+
+    def end_quietly(self) -> None:
+        """After a failure: undo what can be undone."""
+        try:
+            self.ledger.restore()
+        except RuntimeError:
+            pass  # the failure that counts is the first one
+
+
+class CrossingsEar(Ear):
+    """Where tensors wait for Python, and what is copied."""
+
+    def begin(self) -> None:
+        self._fetching = False
+        self.crossings = Crossings(self.torch, self.ledger, self.scene.device_type, HostClock.mark, lambda: self._fetching)
+        self.crossings.install()
+
+    def data_begin(self, loader: Any) -> None:
+        self._fetching = True
+
+    def data_end(self, loader: Any, batch: Any) -> None:
+        self._fetching = False
+
+    def end(self) -> dict[str, Any]:
+        super().end()
+        return {"crossings": [crossing.to_json() for crossing in self.crossings.seen(self.ticks)]}
+
+
+class OperationsEar(Ear):
+    """torch's own profiler around ``active`` ticks, after ``wait`` quiet ones and ``warmup`` ones that it throws away.
+
+    One tick before all of them tells the lines of the operators. The profiler's own stacks are not recorded: begun in the middle of a step, as
+    here, it takes half a minute to end (torch 2.14), and names functions instead of lines.
+    """
+
+    def begin(self) -> None:
+        wait, warmup, self.active = (int(n) for n in self.wishes["schedule"])
+        self.ticks = 1 + wait + warmup + self.active
+        profiler = self.torch.profiler
+        self.profile = profiler.profile(activities=self.around.activities(), schedule=profiler.schedule(wait=wait, warmup=warmup, active=self.active, repeat=1),
+                                        on_trace_ready=self._recorded, record_shapes=True, profile_memory=True)
+        self.heard: dict[str, Any] = {}
+        self.started = False
+        self.lines = OperatorLines(self.torch, self.ledger, HostClock.mark)
+        if not self.scene.compiled_by_script:  # a compiler does not compile under a mode
+            self.lines.install()
+
+    def tick(self) -> None:
+        if self.started:
+            self.profile.step()
+        else:
+            self.ledger.restore()
+            self.started = True
+            self.profile.start()
+            self.ledger.call("profiler", self.profile.stop)
+
+    def _recorded(self, profile: Any) -> None:
+        trace = self.wishes.get("trace")
+        if trace:
+            with self.around.outside():
+                profile.export_chrome_trace(trace)
+        lines = {key: [spelled(line) if line is not None else None for line in found] for key, found in self.lines.by_operator.items()}
+        heard = Recording(profile.profiler.kineto_results.events(), self.active, lines, place_at).heard()
+        self.heard = {
+            "operations": [operation.to_json() for operation in heard.operations], "operators": heard.operators / self.active,
+            "operators_ms": heard.operators_ns / 1e6 / self.active, "python_share": heard.python_share,
+            "busy_ms": None if heard.busy_ns is None else heard.busy_ns / 1e6 / self.active, "gaps": [gap.to_json() for gap in heard.gaps],
+        }
+
+    def end(self) -> dict[str, Any]:
+        super().end()
+        return self.heard
+
+
+def ear_for(name: str, around: Surroundings, wishes: dict[str, Any]) -> Ear:
+    """Raises LookupError for a name that nobody has."""
+    from flatout.trial.between import BetweenEar
+    from flatout.trial.remembering import LeakEar, MemoryEar
+
+    return {"crossings": CrossingsEar, "between": BetweenEar, "operations": OperationsEar, "memory": MemoryEar, "leak": LeakEar}[name](around, wishes)

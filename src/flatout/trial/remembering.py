@@ -1,0 +1,290 @@
+"""Ears for memory: what fills it over one step, and whether it grows from step to step, and what holds it then."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from functools import partial
+from typing import Any
+
+from flatout.capture.frames import place_of
+from flatout.capture.holders import Holders
+from flatout.capture.ledger import Ledger
+from flatout.capture.lines import OperatorLines
+from flatout.measure.clock import HostClock
+from flatout.measure.load import resident_bytes
+from flatout.measure.memory import Moment, allocations, at, running_totals, seen
+from flatout.measure.parity import tensors_in
+from flatout.measure.trend import chance_of_growth, keeps_growing, slope
+from flatout.plan.profile import Leak
+from flatout.trial.listening import Ear
+
+MARK = "flatout: the recording begins"
+SETTLING_TICKS = 2  # what was taken before the recording is given back in the first ones
+RARE = 0.001  # a rise that chance makes seldomer than this is a trend
+LEAST_BYTES = 1024  # a step; less is a number that somebody notes
+LEAST_RESIDENT_BYTES = 2**21  # over all steps; a process breathes
+
+
+class Recorded(Ear):
+    """An ear with the allocations of its ticks, by torch's profiler."""
+
+    def begin(self) -> None:
+        self.clock = HostClock()
+        self.ends: list[int] = []
+        self.profile = self.torch.profiler.profile(activities=self.around.activities(), profile_memory=True)
+        self.profile.start()
+        self.ledger.call("profiler", self.profile.stop)
+        self.began = self.clock.mark()
+        with self.torch.profiler.record_function(MARK):
+            pass
+
+    def tick(self) -> None:
+        self.ends.append(self.clock.mark())
+
+    def events(self) -> list[Any]:
+        return list(self.profile.profiler.kineto_results.events())
+
+    def later_ns(self, events: list[Any]) -> int:
+        """The recording's clock minus ours."""
+        return next((event.start_ns() - self.began for event in events if event.name() == MARK), 0)
+
+    def known(self) -> dict[str, list[Any]]:
+        """Tensors that live for good reason."""
+        every = {id(p): p for root in self.scene.roots for p in root.parameters()} | {id(p): p for p in self.scene.parameters}
+        return {"parameters": list(every.values()), "gradients": [p.grad for p in every.values() if p.grad is not None],
+                "buffers": [b for root in self.scene.roots for b in root.buffers()],
+                "optimizer state": [v for o in self.scene.optimizers for state in o.state.values() for v in tensors_in(state, self.torch)]}
+
+    def in_use(self) -> int:
+        """Bytes of all tensors that Python knows; on a device the allocator tells."""
+        if self.scene.device_type == "cuda":
+            return int(self.torch.cuda.memory_allocated())
+        tensor_class = self.torch.Tensor
+        storages = {}
+        for thing in gc.get_objects():
+            if issubclass(type(thing), tensor_class) and thing.device.type == self.scene.device_type and thing.layout == self.torch.strided:
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+
+class _Saved:
+    """Stands for a tensor that autograd keeps for the backward pass, for as long as autograd keeps it."""
+
+    __slots__ = ("gone", "tensor")
+
+    def __init__(self, tensor: Any, gone: Any) -> None:
+        self.tensor, self.gone = tensor, gone
+
+    def __del__(self) -> None:
+        if self.gone is not None:
+            self.gone()
+
+
+class MemoryEar(Recorded):
+    """What fills the memory over the last of its ticks."""
+
+    def begin(self) -> None:
+        modules = self.torch.nn.modules.module
+        self.names = {id(m): name or type(root).__name__ for root in self.scene.roots for name, m in self.scene.without_ranks(root).named_modules()}
+        self.open: list[str] = []
+        self.activations = 0
+        self.by_module: Counter[str] = Counter()
+        self.modules: dict[str, int] | None = None  # a copy of the above, while it is right
+        self.befores: list[int] = []  # bytes in use as each tick begins
+        self.saved: dict[int, list[int]] = {}  # address of a storage -> how often it is saved, bytes
+        self.owner: dict[int, str] = {}  # address of a storage -> the module that it was first saved in
+        self.inputs: dict[int, int] = {}
+        self.gradients: dict[int, int] = {}
+        self.moments: list[Moment] = []
+        super().begin()
+        if not self.scene.compiled_by_script:  # global hooks would have it compiled again
+            self.ledger.call("forward pre-hook", modules.register_module_forward_pre_hook(self._enters).remove)
+            self.ledger.call("forward hook", modules.register_module_forward_hook(self._leaves, always_call=True).remove)
+        for parameter in self.scene.parameters:
+            if parameter.is_leaf:
+                self.ledger.call("gradient hook", parameter.register_post_accumulate_grad_hook(self._accumulated).remove)
+        hooks = self.torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+        hooks.__enter__()
+        self.ledger.call("saved_tensors_hooks", partial(hooks.__exit__, None, None, None))
+        self.listening_to_lines = Ledger()
+        self.lines = OperatorLines(self.torch, self.listening_to_lines, self.clock.mark)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Between two ticks: count anew what lives on."""
+        known = self.known()
+        self.fixed = {kind: _bytes(known[kind], self.scene.device_type) for kind in ("parameters", "buffers", "optimizer state")}
+        self.fixed_places = {t.untyped_storage().data_ptr() for kind in known for t in known[kind] if t.layout == self.torch.strided}
+        self.gradients = {id(p): _bytes([p.grad], self.scene.device_type) for p in known["parameters"] if p.grad is not None}
+        self.befores.append(self.in_use())
+        self._sample()
+
+    def tick(self) -> None:
+        super().tick()
+        self.listening_to_lines.restore()  # tensors are not looked at under a dispatch mode
+        self._settle()
+        if len(self.ends) == self.ticks - 1 and not self.scene.compiled_by_script:
+            self.lines.install()
+
+    # -- what happens inside a step -------------------------------------------------------------------------------------
+
+    def data_end(self, loader: Any, batch: Any) -> None:
+        self._enter_inputs(batch)
+
+    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+        self.gradients = {id(p): _bytes([p.grad], self.scene.device_type) for p in self.scene.parameters if p.grad is not None}
+        self._enter_inputs((args, kwargs))
+        self._sample()
+
+    def _enter_inputs(self, batch: Any) -> None:
+        found = [t for t in tensors_in(batch, self.torch) if t.device.type == self.scene.device_type and t.layout == self.torch.strided]
+        self.inputs = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+
+    def optimizer_begin(self, optimizer: Any) -> None:
+        self._sample()
+
+    def optimizer_end(self, optimizer: Any) -> None:
+        self._sample()
+
+    def _enters(self, module: Any, args: Any) -> None:
+        self.open.append(self.names.get(id(module), type(module).__name__))
+
+    def _leaves(self, module: Any, args: Any, output: Any) -> None:
+        if self.open:
+            self.open.pop()
+        self._sample()
+
+    def _accumulated(self, parameter: Any) -> None:
+        if parameter.grad is not None:
+            self.gradients[id(parameter)] = _bytes([parameter.grad], self.scene.device_type)
+        self._sample()
+
+    def _pack(self, tensor: Any) -> Any:
+        try:
+            storage = tensor.untyped_storage()
+            place, size = storage.data_ptr(), storage.nbytes()
+        except (RuntimeError, NotImplementedError):  # it has no memory of its own: a tensor that is being traced
+            return _Saved(tensor, None)
+        kept = tensor.detach()  # an output that holds itself would never go
+        if place in self.fixed_places or place in self.inputs or tensor.device.type != self.scene.device_type:
+            return _Saved(kept, None)
+        times = self.saved.setdefault(place, [0, size])
+        times[0] += 1
+        name = self.open[-1] if self.open else "outside the model"
+        if times[0] == 1:
+            self.owner[place] = name
+            self._grow(name, size)
+        return _Saved(kept, partial(self._dropped, place, name))
+
+    def _grow(self, name: str, size: int) -> None:
+        self.activations += size
+        self.by_module[name] += size
+        self.modules = None
+        self._sample()
+
+    def _dropped(self, place: int, name: str) -> None:
+        times = self.saved.get(place)
+        if times is None:
+            return
+        times[0] -= 1
+        if times[0] == 0:
+            del self.saved[place]
+            self.activations -= times[1]
+            self.by_module[self.owner.pop(place, name)] -= times[1]
+            self.modules = None
+
+    def _sample(self) -> None:
+        if self.modules is None:
+            self.modules = {name: size for name, size in self.by_module.items() if size > 0}
+        self.moments.append(Moment(self.clock.mark(), {**self.fixed, "gradients": sum(self.gradients.values()), "activations": self.activations,
+                                                       "inputs": sum(self.inputs.values())}, self.modules))
+
+    # -- the end --------------------------------------------------------------------------------------------------------
+
+    def end(self) -> dict[str, Any]:
+        self.listening_to_lines.restore()
+        cuda = self.scene.device_type == "cuda"
+        reserved = int(self.torch.cuda.memory_reserved()) if cuda else None
+        stats = self.torch.cuda.memory_stats() if cuda else {}
+        super().end()
+        if len(self.ends) < 2:
+            return {}
+        events = self.events()
+        later = self.later_ns(events)
+        moments = [Moment(m.ns + later, m.kinds, m.modules) for m in self.moments]
+        start, end = self.ends[-2] + later, self.ends[-1] + later
+        changes = allocations(events, on_device=self.around.on_device)
+        shift = self.befores[-2] - at(running_totals(changes, 0), start, 0)
+        totals = running_totals(changes, shift)
+        found = seen("device" if self.around.on_device else "host", totals, shift, moments, start, end)
+        peak_ns = max((pair for pair in totals if start <= pair[0] <= end), key=lambda pair: pair[1], default=(start, 0))[0]
+        before = [line for ns, line in self.lines.moments if ns + later <= peak_ns and line is not None]
+        found.peak_place = place_of(before[-1]) if before else None
+        found.reserved_bytes, found.retries = reserved, stats.get("num_alloc_retries") if cuda else None
+        if cuda:
+            found.at_peak["fragmentation"] = int(stats.get("inactive_split_bytes.all.peak", 0))
+        return {"memory": found.to_json()}
+
+
+class LeakEar(Recorded):
+    """Memory at the same point of each tick, and what of earlier ticks still lives.
+
+    The process is watched over the first half of the ticks, and tensors over the second one: recording allocations takes memory itself.
+    """
+
+    def begin(self) -> None:
+        self.sizes: list[float] = []  # of the device
+        self.resident: list[float] = []
+        self.holders = Holders(self.torch, [loader.dataset for loader in self.scene.live_loaders if hasattr(loader.dataset, "__dict__")])
+        self.half = self.ticks // 2
+        last = self.ticks - self.half - 1
+        self.looks = {round(SETTLING_TICKS + part * (last - SETTLING_TICKS) / 3) for part in range(4)}
+        self.begun = False
+        self.ends = []
+
+    def tick(self) -> None:
+        if not self.begun:
+            self.resident.append(float(resident_bytes()))
+            if len(self.resident) == self.half:
+                super().begin()
+                self.begun = True
+            return
+        super().tick()
+        if len(self.ends) - 1 in self.looks:
+            self.holders.look(len(self.ends))
+        if self.scene.device_type == "cuda":
+            self.sizes.append(float(self.torch.cuda.memory_allocated()))
+
+    def end(self) -> dict[str, Any]:
+        held = self.holders.found([*(tensor for tensors in self.known().values() for tensor in tensors), *self.around.ours()])
+        super().end()
+        series = self.sizes
+        if self.scene.device_type != "cuda":
+            events = self.events()
+            later, totals = self.later_ns(events), running_totals(allocations(events, on_device=False), 0)
+            series = [float(at(totals, end + later, 0)) for end in self.ends]
+        series, resident = series[SETTLING_TICKS:], self.resident
+        rise = slope(series)
+        grows = keeps_growing(series, RARE) and rise >= LEAST_BYTES
+        leak = Leak(rise, chance_of_growth(series), grows or bool(held and held.graph), series=series, steps=len(series),
+                    where="device" if self.around.on_device else "host")
+        if held is not None:
+            leak.holder, leak.place, leak.graph, leak.tensors_a_step = held.holder, held.place, held.graph, held.tensors_a_step
+        grown = max(resident, default=0) - min(resident, default=0) > LEAST_RESIDENT_BYTES
+        host = Leak(slope(resident), chance_of_growth(resident), keeps_growing(resident, RARE) and grown, series=resident, steps=len(resident))
+        fullest = self.holders.fullest() if host.leaking else None
+        if fullest is not None:
+            host.holder, host.place = fullest.holder, fullest.place
+        return {"leak": leak.to_json(), "host_growth": host.to_json()}
+
+
+def _bytes(tensors: Any, device_type: str) -> int:
+    """Of the storages of some tensors, each once."""
+    places = {}
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type == device_type and str(tensor.layout) == "torch.strided":
+            storage = tensor.untyped_storage()
+            places[storage.data_ptr()] = storage.nbytes()
+    return sum(places.values())

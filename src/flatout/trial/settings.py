@@ -1,0 +1,42 @@
+"""How torch and the program are set: what a rule reads to tell a fault that is a setting."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from typing import Any
+
+OF_AN_OPTIMIZER = ("lr", "foreach", "fused", "capturable", "differentiable", "amsgrad", "momentum", "weight_decay")
+
+
+def settings(torch: Any, scene: Any) -> dict[str, Any]:
+    """JSON. What this torch does not tell is left out."""
+    modules = [module for root in scene.roots for module in root.modules()]
+    found: dict[str, Any] = {
+        "anomaly": bool(torch.is_anomaly_enabled()), "deterministic": bool(torch.are_deterministic_algorithms_enabled()),
+        "cudnn_benchmark": bool(torch.backends.cudnn.benchmark), "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "threads": torch.get_num_threads(), "interop_threads": torch.get_num_interop_threads(), "cores": len(os.sched_getaffinity(0)),
+        "gc": gc.isenabled(), "autocast": bool(scene.autocast_seen), "scalers": len(scene.scalers), "compiled": bool(scene.compiled_by_script),
+        "create_graph": bool(scene.create_graph_seen), "optimizers": [_optimizer(optimizer) for optimizer in scene.optimizers],
+        "modules": dict(Counter(type(module).__name__ for module in modules)),
+        "training": {"train": sum(module.training for module in modules), "eval": sum(not module.training for module in modules)},
+        "dtypes": {}, "devices": sorted({str(p.device) for p in scene.parameters}),
+    }
+    for parameter in scene.parameters:
+        name = str(parameter.dtype).removeprefix("torch.")
+        found["dtypes"][name] = found["dtypes"].get(name, 0) + parameter.numel() * parameter.element_size()
+    for name, ask in (("matmul_precision", torch.get_float32_matmul_precision), ("profiler", lambda: bool(torch.autograd._profiler_enabled()))):
+        try:
+            found[name] = ask()
+        except (RuntimeError, AttributeError):  # both ways of setting the precision were used, or this torch has no such question
+            pass
+    return found
+
+
+def _optimizer(optimizer: Any) -> dict[str, Any]:
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    told = {name: group[name] for name in OF_AN_OPTIMIZER if isinstance(group.get(name), (bool, int, float, type(None))) and name in group}
+    tensors = [p for each in optimizer.param_groups for p in each["params"]]
+    return {"kind": type(optimizer).__name__, "module": type(optimizer).__module__, "groups": len(optimizer.param_groups), "tensors": len(tensors),
+            "parameters": sum(p.numel() for p in tensors), "without_gradient": sum(p.grad is None for p in tensors), **told}
