@@ -1,0 +1,120 @@
+"""`flatout check`: mistakes that raise nothing, read from the source, and where asked from a run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from flatout.cli.arguments import PROGRAM, Duration, writable
+from flatout.cli.profile import SHORTEST_S, profile
+from flatout.diagnose.check import check
+from flatout.diagnose.profiling import Wishes
+from flatout.diagnose.rules import TABLE
+from flatout.launch.command import understand
+from flatout.plan.errors import ProgramNotFound, UsageError
+from flatout.plan.findings import Finding
+from flatout.probe.machine import look
+from flatout.probe.program import Program
+from flatout.probe.script import Unreadable
+from flatout.render.findings import finding_lines, github_lines, json_text, sarif_text, summary
+from flatout.tune.session import job_folder
+
+FORMATS = ("text", "json", "github", "sarif")
+
+
+def codes(ctx: Any, option: Any, value: tuple[str, ...]) -> list[str]:
+    return [code.strip().upper() for each in value for code in each.split(",") if code.strip()]
+
+
+@click.command(context_settings=PROGRAM)
+@click.option("--select", multiple=True, callback=codes, metavar="CODES", help="Only these rules: FL012,FL1 (the beginning of a code takes all that begin so).")
+@click.option("--ignore", multiple=True, callback=codes, metavar="CODES", help="All but these rules.")
+@click.option("--format", "form", type=click.Choice(FORMATS), default="text", show_default=True, help="How findings are written.")
+@click.option("--run", "run_s", type=Duration(), help="Also run the program, for about this long once its steps are steady, and add what only running tells.")
+@click.option("--explain", metavar="CODE", help="Show the page of a rule; `all` lists the rules.")
+@click.argument("words", metavar="SCRIPT | COMMAND...", nargs=-1, type=click.UNPROCESSED)
+def command(words: tuple[str, ...], select: list[str], ignore: list[str], form: str, run_s: float | None, explain: str | None) -> int:
+    """Look for mistakes that raise nothing: wrong results, wasted time, wasted memory, fragile code.
+
+    The program is read: a script, a notebook, or the command that starts it, with the modules it imports from its own folder. It is run only where
+    --run asks for it; then the measured rules speak too, and the profile is kept as by `flatout profile`.
+    A comment `# flatout: ignore FL012` hides a rule on its line. Leaves with 0 where nothing is found, 1 where something is, 2 for a mistake in the
+    command.
+    """
+    if explain is not None:
+        click.echo(page(explain.upper()))
+        return 0
+    program = read(words)
+    found = check(program, select, ignore, ran(words, run_s) if run_s is not None else ())
+    if form == "text":
+        console = Console(highlight=False, soft_wrap=True)
+        for note in program.unread:
+            click.echo(f"flatout: not read: {note}", err=True)
+        console.print(finding_lines(found, titles={rule.code: rule.title for rule in TABLE}))
+        console.print(summary(found, len(program.sources)))
+    elif form == "github":
+        click.echo("\n".join(github_lines(found)), nl=bool(found))
+    elif form == "json":
+        click.echo(json_text(found, [source.path for source in program.sources], program.unread))
+    else:
+        rules = [(rule.code, rule.name, rule.title, rule.section("What"), rule.section("How to mend it"), rule.severity.value) for rule in TABLE]
+        click.echo(sarif_text(found, rules))
+    return 1 if found else 0
+
+
+def ran(words: tuple[str, ...], run_s: float) -> list[Finding]:
+    """What the measured rules find in a run of the program; places as the reading gives them, from this folder."""
+    if run_s < SHORTEST_S:
+        raise UsageError(f"a run of {run_s:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --run 60s.")
+    cmd = understand(("python", *words) if words[0] == "-m" else words)
+    found = profile(cmd, writable(job_folder(cmd), False), look(), Wishes(budget_s=run_s)).findings
+    return [replace(finding, place=finding.place and replace(finding.place, file=os.path.relpath(finding.place.file))) for finding in found]
+
+
+def read(words: tuple[str, ...]) -> Program:
+    """The program that a command line starts. Raises UsageError where no source can be found or read."""
+    if not words:
+        raise UsageError("no program was given. Try `flatout check train.py`, or `flatout check python train.py --lr 0.1`.")
+    script, module = _script(words)
+    try:
+        return Program.read(script, Path.cwd() if module else None)
+    except Unreadable as error:
+        raise UsageError(f"{error}. `flatout check` reads Python source; nothing was checked.") from None
+    except FileNotFoundError:
+        raise UsageError(f"there is no script {str(script)!r} here. Check the path, or change to the script's folder.") from None
+    except OSError as error:
+        raise UsageError(f"{script} cannot be read: {error.strerror or error}.") from None
+
+
+def _script(words: tuple[str, ...]) -> tuple[Path, bool]:
+    first = Path(words[0])
+    if words[0] == "-m":
+        words = ("python", *words)
+    elif first.suffix in (".py", ".ipynb") or first.is_dir() or (first.is_file() and len(words) == 1):
+        return first, False
+    try:
+        understood = understand(words)
+    except ProgramNotFound as error:
+        raise UsageError(str(error)) from None
+    if understood.script is None:
+        what = f"module {understood.module!r} has no file below this folder" if understood.module else f"`{' '.join(words)}` names no Python file"
+        raise UsageError(f"{what}, so there is nothing to read. Give the script itself: `flatout check train.py`.")
+    if understood.script.suffix == "" and understood.script.is_file() and understood.script.read_bytes()[:2] == b"#!" \
+            and b"python" not in understood.script.open("rb").readline():
+        raise UsageError(f"{understood.script} is no Python script. Give the script that it starts: `flatout check train.py`.")
+    return understood.script, understood.module is not None
+
+
+def page(code: str) -> str:
+    """The page of a rule, or the list of all."""
+    if code == "ALL":
+        return "\n".join(f"{rule.code}  {rule.severity.value:13}  {rule.title}" for rule in TABLE)
+    rule = next((rule for rule in TABLE if rule.code == code or rule.name.upper() == code), None)
+    if rule is None:
+        raise UsageError(f"there is no rule {code!r}. `flatout check --explain all` lists them.")
+    return f"{rule.code} {rule.name} ({rule.severity.value})\n\n{rule.page.strip()}".replace("  # <-", "  # <- here")

@@ -1,0 +1,66 @@
+"""Which of the data rules a wait for data belongs to: one fault, one finding."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from flatout.diagnose.seen import OFTEN, TIMED, bound, how, measured
+from flatout.plan.profile import LoaderSeen, ProfileRecord
+from flatout.plan.records import Ratio
+
+CROWD = 2  # workers a core: more of them only push each other aside
+MOST_OF_IT = 0.5
+LEAST = 1.1  # every loader costs a little; below this nobody's data set is to blame
+
+
+class Cause(Enum):
+    """Narrow ones first: a wait has the first that fits."""
+
+    REMADE = "remade"
+    RESTARTED = "restarted"
+    CROWDED = "crowded"
+    SLOW_FETCH = "slow fetch"
+    WAIT = "wait"
+
+
+def cause(profile: ProfileRecord, loader: LoaderSeen) -> Cause | None:
+    """The narrowest reason why the step waits for this loader; None where waiting costs nothing that is worth a word."""
+    if worth(profile, loader) is None:
+        return None
+    if loader.made >= OFTEN and loader.begun <= loader.made + 1:
+        return Cause.REMADE
+    if crowded(profile, loader):
+        return Cause.CROWDED
+    if loader.workers and not loader.persistent_workers and loader.begun >= OFTEN and begin_ms(profile, loader) > MOST_OF_IT * loader.wait_ms:
+        return Cause.RESTARTED
+    if loader.slow_place is not None and (loader.slow_share or 0) > 0.2:
+        return Cause.SLOW_FETCH
+    return Cause.WAIT
+
+
+def crowded(profile: ProfileRecord, loader: LoaderSeen) -> bool:
+    cores = int(profile.settings.get("cores") or 0)
+    return bool(cores and loader.workers > max(CROWD * cores, 4))
+
+
+def begin_ms(profile: ProfileRecord, loader: LoaderSeen) -> float:
+    """What beginning its iterators costs a mean step: workers are started, and the first batch is waited for."""
+    return loader.start_ms * loader.begun / max(1, loader.batches or profile.steps)
+
+
+def worth(profile: ProfileRecord, loader: LoaderSeen) -> Ratio | None:
+    """What the what-if without loaders brings, where this loader makes most of the wait; else what its own wait costs."""
+    total = sum(each.wait_ms for each in profile.loaders)
+    mine = loader.wait_ms / total if total > 0 else 1.0 / max(1, len(profile.loaders))
+    ratio = bound(profile, "loader")
+    if ratio is not None:
+        return ratio if mine > MOST_OF_IT and ratio.median >= LEAST else None
+    if measured(profile, "loader") or not profile.step_ms or not loader.wait_ms:
+        return None
+    waited = max(loader.wait_ms, begin_ms(profile, loader) if loader.begun >= OFTEN else 0.0)
+    alone = profile.step_ms / max(profile.step_ms - waited, 0.05 * profile.step_ms)
+    return Ratio(alone, alone, alone, max(1, profile.steps)) if alone >= LEAST else None
+
+
+def how_known(profile: ProfileRecord) -> str:
+    return how("loader") if bound(profile, "loader") else TIMED.replace("these calls", "the wait for data")

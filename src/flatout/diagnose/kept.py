@@ -1,0 +1,17 @@
+"""A profile on disk, read again."""
+
+from __future__ import annotations
+
+from flatout.plan.folder import JobFolder, read_json
+from flatout.plan.profile import PROFILE_SCHEMA, ProfileRecord
+
+
+def load_profile(folder: JobFolder) -> ProfileRecord | None:
+    """None where there is none, or where it cannot be read as one."""
+    data = read_json(folder.profile)
+    if not isinstance(data, dict) or data.get("schema") != PROFILE_SCHEMA:
+        return None
+    try:
+        return ProfileRecord.from_json(data)
+    except (TypeError, ValueError, KeyError, AttributeError):
+        return None

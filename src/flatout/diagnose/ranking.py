@@ -1,0 +1,49 @@
+"""The findings of a profile, in the order in which a person should read them.
+
+Wrong results come first. Among the rest, what was predicted to bring most; a finding without a figure stands behind those of its severity
+that have one. Where one fault is seen by several rules, the rule that names it more narrowly speaks, and the wider one is silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+
+ORDER = [severity.value for severity in Severity]
+# A wide rule, and those that say the same more narrowly: of the whole step, and of the same lines alone.
+OF_THE_STEP = {
+    "tiny_operators": ("host_sync_every_step", "data_wait", "slow_fetch", "python_between"),
+    "layout_copies": ("data_wait", "slow_fetch", "loader_made_in_loop", "tiny_operators", "logging_cost", "slowing_down", "python_between"),
+    "host_growth": ("leak", "loss_kept_with_graph", "slowing_down"),
+    "thread_count": ("too_many_workers",),
+    "graph_breaks": ("recompiles",),
+    "eval_without_no_grad": ("train_mode_not_restored",),
+}
+OF_THE_LINE = {
+    "python_between": ("logging_cost", "gc_collect_every_step", "host_sync_every_step", "data_parallel_used", "empty_cache_every_step", "slowing_down",
+                       "eval_without_no_grad", "leak"),
+    "layout_copies": ("leak", "host_sync_every_step"),
+    "host_sync_every_step": ("logging_cost",),
+    "leak": ("slowing_down",),
+}
+NEAR = 3  # lines
+
+
+def judge(profile: ProfileRecord, table: Iterable[Rule]) -> list[Finding]:
+    """Everything that the table's rules find in a profile, ranked. A rule that makes a mistake is skipped by nobody: it raises."""
+    return ranked([finding for rule in table if rule.judge is not None for finding in rule.judge(profile)])
+
+
+def ranked(findings: Sequence[Finding]) -> list[Finding]:
+    kept = [finding for finding in findings if not any(_says_it_better(finding, other) for other in findings)]
+    return sorted(kept, key=lambda f: (ORDER.index(f.severity), -(f.predicted.median if f.predicted else 0.0), f.rule))
+
+
+def _says_it_better(wide: Finding, other: Finding) -> bool:
+    if other.name in OF_THE_STEP.get(wide.name, ()):
+        return True
+    return other.name in OF_THE_LINE.get(wide.name, ()) and (wide.place is None or any(
+        place.file == wide.place.file and abs(place.line - wide.place.line) <= NEAR for place in (other.place, *other.others) if place is not None))

@@ -1,0 +1,81 @@
+"""A figure is divided by more samples than there were.
+
+What:
+    A count over all samples is divided by `len(loader) * batch_size`.
+Why it matters:
+    The last batch is shorter unless the loader drops it. The denominator is then too large, and accuracy comes out too low: by up to
+    one batch in the whole set, which on a small test set is more than the difference between two models.
+How to mend it:
+    Divide by `len(loader.dataset)`, or count the samples.
+Bad:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model = torch.nn.Linear(4, 2)
+    loader = DataLoader(TensorDataset(torch.randn(100, 4), torch.zeros(100)), batch_size=64)
+    correct = 0
+    model.eval()
+    with torch.no_grad():
+        for x, y in loader:
+            correct += (model(x).argmax(1) == y).sum().item()
+    print(correct / (len(loader) * 64))  # <-
+Good:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model = torch.nn.Linear(4, 2)
+    loader = DataLoader(TensorDataset(torch.randn(100, 4), torch.zeros(100)), batch_size=64)
+    correct = 0
+    model.eval()
+    with torch.no_grad():
+        for x, y in loader:
+            correct += (model(x).argmax(1) == y).sum().item()
+    print(correct / len(loader.dataset))
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+from flatout.probe.script import Source
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for source, node in program.nodes(ast.BinOp):
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+            continue
+        below = node.right
+        if isinstance(below, ast.BinOp) and isinstance(below.op, ast.Mult):
+            for length, size in ((below.left, below.right), (below.right, below.left)):
+                loader = _loader(program, source, length)
+                if loader is not None and _is_batch_size(program, source, loader, size):
+                    yield RULE.finding(f"`{source.code(below)}` is more than the samples there are wherever the last batch is shorter", source.place(node),
+                                       f"{source.code(node.left)} / len({source.code(loader)}.dataset)")
+
+
+def _loader(program: Program, source: Source, length: ast.AST) -> ast.AST | None:
+    if isinstance(length, ast.Call) and isinstance(length.func, ast.Name) and length.func.id == "len" and length.args:
+        return length.args[0] if program.values.is_a(source, length.args[0], "DataLoader") else None
+    return None
+
+
+def _is_batch_size(program: Program, source: Source, loader: ast.AST, size: ast.AST) -> bool:
+    """Whether ``size`` is what the loader was given as its batch size, and the loader keeps its last batch."""
+    for origin in program.origins(source, loader):
+        if not isinstance(origin.node, ast.Call):
+            return False
+        options = {keyword.arg: keyword.value for keyword in origin.node.keywords}
+        given = options.get("batch_size", origin.node.args[1] if len(origin.node.args) > 1 else None)
+        if None in options or "drop_last" in options or "batch_sampler" in options or given is None:
+            return False
+        attribute = isinstance(size, ast.Attribute) and size.attr == "batch_size" and ast.dump(size.value) == ast.dump(loader)
+        if ast.dump(given) != ast.dump(size) and not attribute:
+            return False
+    return True
+
+
+RULE = Rule("FL024", "average_over_full_batches", Severity.WRONG, __doc__, look=look)

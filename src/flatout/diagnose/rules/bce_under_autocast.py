@@ -1,0 +1,61 @@
+"""Binary cross entropy on probabilities, under autocast.
+
+What:
+    `binary_cross_entropy` or `BCELoss` is called inside a `with torch.autocast(...)`.
+Why it matters:
+    Its gradient does not fit into half precision; on CUDA it raises "binary_cross_entropy and BCELoss are unsafe to autocast". A
+    program that was only run on a CPU, or with autocast switched off, stops there on its first run on a GPU.
+How to mend it:
+    Give `BCEWithLogitsLoss` the logits: sigmoid and loss in one, which is safe under autocast and more exact without it.
+Bad:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Sigmoid())
+    criterion = torch.nn.BCELoss()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = criterion(model(torch.randn(8, 4)), torch.zeros(8, 1))  # <-
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    criterion = torch.nn.BCEWithLogitsLoss()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = criterion(model(torch.randn(8, 4)), torch.zeros(8, 1))
+Sources:
+    https://docs.pytorch.org/docs/stable/amp.html#prefer-binary-cross-entropy-with-logits-over-binary-cross-entropy
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.rules.float16_without_scaler import AUTOCAST
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.flow import Event
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for event in program.events:
+        call = event.node
+        if event.kind != "call" or not isinstance(call, ast.Call):
+            continue
+        name = event.source.dotted(call.func)
+        unsafe = name == "torch.nn.functional.binary_cross_entropy" or (not name and "BCELoss" in program.values.kinds(event.source, call.func))
+        if unsafe and under_autocast(event):
+            yield RULE.finding("binary cross entropy on probabilities raises under autocast on a GPU", event.place,
+                               "torch.nn.functional.binary_cross_entropy_with_logits(logits, target)  # and no sigmoid before it")
+
+
+def under_autocast(event: Event) -> bool:
+    """Whether the innermost autocast around an event is on, as far as is written out."""
+    around = [call for _, call in event.within(*AUTOCAST)]
+    if not around:
+        return False
+    enabled = next((k.value for k in around[-1].keywords if k.arg == "enabled"), None)
+    return not (isinstance(enabled, ast.Constant) and enabled.value is False)
+
+
+RULE = Rule("FL308", "bce_under_autocast", Severity.FRAGILE, __doc__, look=look)

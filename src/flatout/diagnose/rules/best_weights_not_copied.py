@@ -1,0 +1,89 @@
+"""The best weights are remembered without a copy.
+
+What:
+    In the training loop a name is set to `model.state_dict()`, and after it that name is loaded or saved as the best state.
+Why it matters:
+    `state_dict()` gives the live tensors, and every later step changes them. What is loaded in the end are the last weights, not the
+    best: early stopping and "keep the best" do nothing.
+How to mend it:
+    `copy.deepcopy(model.state_dict())`, or save it to a file at once.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    best, kept = float("inf"), None
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        if loss.item() < best:
+            best, kept = loss.item(), model.state_dict()  # <-
+    model.load_state_dict(kept)
+Good:
+    import copy
+
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    best, kept = float("inf"), None
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        if loss.item() < best:
+            best, kept = loss.item(), copy.deepcopy(model.state_dict())
+    model.load_state_dict(kept)
+Sources:
+    https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html ("best_model_state = model.state_dict() returns a reference")
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.flow import Event
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for loop in program.step_loops:
+        for event in [*loop.around, *loop.events]:
+            statement = event.node
+            if event.kind != "assign" or not isinstance(statement, ast.Assign):
+                continue
+            for target, value in _pairs(statement):
+                if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "state_dict" and not value.args \
+                        and "Module" in program.values.kinds(event.source, value.func.value) and _used_later(program, event, target):
+                    kept, model = event.source.code(target), event.source.code(value.func.value)
+                    yield RULE.finding(f"`{kept}` holds the live weights of `{model}`, which every later step changes: it is loaded afterwards, and is not "
+                                       "what was best", event.place, f"{kept} = copy.deepcopy({event.source.code(value)})")
+
+
+def _pairs(statement: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
+    target = statement.targets[0]
+    if isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple) and len(target.elts) == len(statement.value.elts):
+        return list(zip(target.elts, statement.value.elts, strict=True))
+    return [(target, statement.value)]
+
+
+def _used_later(program: Program, event: Event, target: ast.expr) -> bool:
+    """Whether the remembered state is loaded or saved outside of the loop that remembers it."""
+    inside = {id(each.node) for each in program.events if event.loops[0] in each.loops}
+    for call in event.source.calls:
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if name in ("load_state_dict", "save") and id(call) not in inside and call.args:
+            mentioned = call.args[0]
+            if type(mentioned) is type(target) and ast.unparse(mentioned) == ast.unparse(target) and \
+                    event.source.function(call) is event.source.function(event.node):
+                return True
+    return False
+
+
+RULE = Rule("FL032", "best_weights_not_copied", Severity.WRONG, __doc__, look=look)

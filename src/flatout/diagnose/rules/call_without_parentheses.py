@@ -1,0 +1,43 @@
+"""A method is named and not called.
+
+What:
+    A line says `optimizer.step`, `model.eval`, `optimizer.zero_grad` or the like, without parentheses.
+Why it matters:
+    Python looks the method up and throws it away. No error, and nothing happens: no step, no evaluation mode, no cleared gradients.
+How to mend it:
+    Write the parentheses.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    model.eval  # <-
+    print(model(torch.randn(8, 4)))
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    model.eval()
+    print(model(torch.randn(8, 4)))
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+
+METHODS = {"step", "zero_grad", "backward", "eval", "train", "update", "cuda", "cpu", "half", "double", "float", "empty_cache", "synchronize", "detach_",
+           "barrier", "requires_grad_", "init_process_group", "destroy_process_group"}
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for source, node in program.nodes(ast.Expr):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Attribute) and node.value.attr in METHODS and not source.cells:
+            yield RULE.finding(f"`{source.code(node.value)}` is only named here, and never called: nothing happens", source.place(node),
+                               f"{source.code(node.value)}()")
+
+
+RULE = Rule("FL028", "call_without_parentheses", Severity.WRONG, __doc__, look=look)

@@ -1,0 +1,89 @@
+"""A checkpoint to resume from, without the optimizer.
+
+What:
+    The program saves the weights with the epoch, reads the epoch back to go on from there, and saves no state of its optimizer, which
+    has one (Adam, or SGD with momentum).
+Why it matters:
+    After resuming, the averages of Adam begin at zero with a bias correction as in the first step: the first steps are far too large,
+    and the loss jumps. What was trained before the pause is partly undone.
+How to mend it:
+    Save `optimizer.state_dict()` beside the weights (and the scheduler's and scaler's), and load it when resuming.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    checkpoint = torch.load("last.pt")
+    model.load_state_dict(checkpoint["model"])
+    start = checkpoint["epoch"]
+    for epoch in range(start, 10):
+        for _ in range(100):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        torch.save({"epoch": epoch, "model": model.state_dict()}, "last.pt")  # <-
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    checkpoint = torch.load("last.pt")
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    start = checkpoint["epoch"]
+    for epoch in range(start, 10):
+        for _ in range(100):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        torch.save({"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+Sources:
+    https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+
+POSITIONS = {"epoch", "start_epoch", "step", "global_step", "iteration", "iter", "epochs_run"}
+
+
+def look(program: Program) -> Iterator[Finding]:
+    made = [origin for source in program.sources for call in source.calls if "Optimizer" in program.values.kinds(source, call)
+            for origin in program.origins(source, call) if isinstance(origin.node, ast.Call)]
+    if not program.step_loops or not any(isinstance(origin.node, ast.Call) and _has_state(origin.node) for origin in made):
+        return
+    read = _positions_read(program)
+    for source, call in program.calls("torch.save"):
+        for origin in program.origins(source, call.args[0]) if call.args else ():
+            if isinstance(origin.node, ast.Dict) and _holds_weights_alone(origin.node, read):
+                name = next((source.code(target) for o in made if isinstance(p := o.source.parent(o.node), ast.Assign) for target in p.targets), "optimizer")
+                yield RULE.finding("the program resumes from this checkpoint, and the state of its optimizer is not in it", source.place(call),
+                                   f'"optimizer": {name}.state_dict(),  # in this dict; load it where the weights are loaded')
+
+
+def _positions_read(program: Program) -> set[str]:
+    """The keys under which the program reads from a loaded checkpoint how far it came."""
+    return {node.slice.value for source in program.sources for node in source.nodes
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Constant)
+            and isinstance(node.slice.value, str) and any(origin.dotted == "torch.load" for origin in program.origins(source, node.value))} & POSITIONS
+
+
+def _holds_weights_alone(saved: ast.Dict, read: set[str]) -> bool:
+    """Whether a checkpoint has a position that is read back, one state, and nothing that may be an optimizer's."""
+    keys = {str(key.value) for key in saved.keys if isinstance(key, ast.Constant)}
+    states = [value for value in saved.values if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "state_dict"]
+    return len(keys) == len(saved.keys) < 6 and bool(keys & read) and len(states) == 1 and not any("optim" in key for key in keys)
+
+
+def _has_state(optimizer: ast.Call) -> bool:
+    name = optimizer.func.attr if isinstance(optimizer.func, ast.Attribute) else getattr(optimizer.func, "id", "")
+    return name != "SGD" or any(k.arg == "momentum" for k in optimizer.keywords)
+
+
+RULE = Rule("FL312", "checkpoint_without_optimizer", Severity.FRAGILE, __doc__, look=look)

@@ -1,0 +1,73 @@
+"""Scaled gradients are clipped.
+
+What:
+    With a GradScaler, `clip_grad_norm_` runs before `scaler.unscale_(optimizer)`, or without it.
+Why it matters:
+    The scaler multiplies the loss by up to 65,536 and more. A norm limit of 1 then cuts every gradient to almost nothing once it is
+    unscaled: training crawls or stands still, and no error is raised.
+How to mend it:
+    `scaler.unscale_(optimizer)` directly before the clipping. `scaler.step` notices and does not unscale again.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for _ in range(100):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(torch.randn(8, 4, device="cuda")).square().mean()
+        scaler.scale(loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <-
+        scaler.step(optimizer)
+        scaler.update()
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for _ in range(100):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(torch.randn(8, 4, device="cuda")).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+Sources:
+    https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.flow import together
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for loop in program.step_loops:
+        steps = loop.of("scaler_step")
+        if not steps or not any(event.scaled for event in loop.of("backward")):
+            continue
+        for clip in loop.of("clip"):
+            if not isinstance(clip.node, ast.Call) or not clip.source.dotted(clip.node.func).startswith("torch."):
+                continue  # a framework's own clipping may unscale first
+            step = next((event for event in steps if together(event, clip) and loop.events.index(event) > loop.events.index(clip)), None)
+            before = [event for event in loop.of("unscale") if loop.events.index(event) < loop.events.index(clip) and together(event, clip)]
+            if step is None or before or not isinstance(step.node, ast.Call) or not isinstance(step.node.func, ast.Attribute):
+                continue
+            scaler = step.source.code(step.node.func.value)
+            optimizer = step.source.code(step.subject) if step.subject is not None else "optimizer"
+            late = " (it is called only afterwards)" if loop.of("unscale") else ""
+            yield RULE.finding(f"the gradients are clipped while they are still multiplied by the scaler's factor, before `{scaler}.unscale_`{late}",
+                               clip.place, f"{scaler}.unscale_({optimizer})\n{clip.source.code(clip.node)}", others=[step.place])
+
+
+RULE = Rule("FL008", "clip_without_unscale", Severity.WRONG, __doc__, look=look)

@@ -1,0 +1,46 @@
+"""A context manager is made and not entered.
+
+What:
+    `torch.no_grad()`, `torch.inference_mode()` or `torch.autocast(...)` stands alone on a line, without `with`.
+Why it matters:
+    The call makes an object that would act once it is entered. Alone it does nothing: the evaluation builds graphs, the forward pass
+    runs in full precision.
+How to mend it:
+    `with torch.no_grad():` and the block below it. (`torch.set_grad_enabled(False)` does act by itself.)
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    model.eval()
+    torch.no_grad()  # <-
+    print(model(torch.randn(8, 4)))
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    model.eval()
+    with torch.no_grad():
+        print(model(torch.randn(8, 4)))
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+
+CONTEXTS = {"torch.no_grad", "torch.inference_mode", "torch.enable_grad", "torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast",
+            "torch.autograd.no_grad", "torch.profiler.record_function"}
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for source, node in program.nodes(ast.Expr):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and source.dotted(node.value.func) in CONTEXTS:
+            yield RULE.finding(f"`{source.code(node.value)}` does nothing by itself: it acts on the block of a `with`", source.place(node),
+                               f"with {source.code(node.value)}:")
+
+
+RULE = Rule("FL029", "context_thrown_away", Severity.WRONG, __doc__, look=look)

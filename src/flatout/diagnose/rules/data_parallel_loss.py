@@ -1,0 +1,77 @@
+"""A loss from DataParallel that is one number only on one GPU.
+
+What:
+    The module that is wrapped in `DataParallel` gives back its loss, and `backward()` is called on it as it comes.
+Why it matters:
+    DataParallel stacks the outputs of its devices: with two GPUs the loss has two entries. `backward()` then raises "grad can be
+    implicitly created only for scalar outputs"; on one GPU everything works.
+How to mend it:
+    `loss.mean().backward()`.
+Bad:
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(4, 1)
+
+        def forward(self, x, y):
+            return torch.nn.functional.mse_loss(self.fc(x), y)
+
+    model = torch.nn.DataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4), torch.randn(8, 1))
+        loss.backward()  # <-
+        optimizer.step()
+Good:
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(4, 1)
+
+        def forward(self, x, y):
+            return torch.nn.functional.mse_loss(self.fc(x), y)
+
+    model = torch.nn.DataParallel(Net())  # flatout: ignore FL115
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4), torch.randn(8, 1))
+        loss.mean().backward()
+        optimizer.step()
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+from flatout.probe.values import Origin
+
+WRAPPED = {"torch.nn.DataParallel", "torch.nn.parallel.DataParallel"}
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for loop in program.step_loops:
+        for event in loop.of("backward"):
+            origins = program.origins(event.source, event.subject) if event.subject is not None else []
+            if origins and all(_gathered(program, origin) for origin in origins):
+                name = event.source.code(event.subject) if event.subject is not None else ""
+                yield RULE.finding(f"`{name}` has one entry for every GPU: backward() works on one and raises on two", event.place, f"{name}.mean().backward()",
+                                   others=[origins[0].source.place(origins[0].node)])
+
+
+def _gathered(program: Program, origin: Origin) -> bool:
+    """Whether a value is what a module in DataParallel gives, directly."""
+    call = origin.node
+    return isinstance(call, ast.Call) and not origin.part and any(each.dotted in WRAPPED for each in program.origins(origin.source, call.func))
+
+
+RULE = Rule("FL307", "data_parallel_loss", Severity.FRAGILE, __doc__, look=look)

@@ -1,0 +1,52 @@
+"""DataParallel, where DistributedDataParallel would do.
+
+What:
+    The model is wrapped in `torch.nn.DataParallel`, and the program knows no `DistributedDataParallel`.
+Why it matters:
+    One Python process drives all devices: in every step it copies the weights to each, splits the batch, and collects outputs and
+    gradients on the first device, which also needs the most memory. DistributedDataParallel has a process per device and averages
+    gradients while they are made.
+How to mend it:
+    `DistributedDataParallel`, started with `torchrun --nproc-per-node N`; the tutorial shows the few lines that change.
+Bad:
+    import torch
+
+    model = torch.nn.DataParallel(torch.nn.Linear(4, 1))  # <-
+Good:
+    import torch
+
+    torch.distributed.init_process_group("nccl")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1).cuda())
+Sources:
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-nn-ddp-instead;
+    https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import found, habit
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+from flatout.probe.program import Program
+
+NAMES = ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.data_parallel.DataParallel")
+
+
+def look(program: Program) -> Iterator[Finding]:
+    if program.mentions("DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "fully_shard"):
+        return  # a choice that the program leaves to whoever runs it
+    for source, call in program.calls(*NAMES):
+        yield RULE.finding("DataParallel copies the model to every device in every step, from one Python process", source.place(call),
+                           "torch.nn.parallel.DistributedDataParallel(model)  # and: torchrun --nproc-per-node N script.py")
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    calls, _, places = habit(profile, "data_parallel")
+    if calls or (profile.settings.get("modules") or {}).get("DataParallel"):
+        yield found(RULE, "the model is called through DataParallel", places[0] if places else None, others=places[1:])
+
+
+RULE = Rule("FL115", "data_parallel_used", Severity.TIME, __doc__, look=look, judge=judge)

@@ -1,0 +1,39 @@
+"""The step waits for data.
+
+What:
+    The program asks its loader for the next batch, and the batch is not there yet. The gain is measured: the same steps, fed with batches
+    that are there already.
+Why it matters:
+    While it waits, nothing is computed. No optimisation of the model brings that time back.
+How to mend it:
+    flatout tune --levers loader,cached_prefix,batched_transforms,resident_data COMMAND...
+Bad:
+    loader = DataLoader(data, batch_size=64)
+Good:
+    loader = DataLoader(data, batch_size=64, num_workers=2, persistent_workers=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flatout.diagnose.data_path import Cause, cause, how_known, worth
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import found, of_step
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    for loader in profile.loaders:
+        if cause(profile, loader) is not Cause.WAIT:
+            continue
+        evidence = [f"the loader over {loader.dataset or 'its data set'} has {loader.workers} workers and batches of {loader.batch_size}"]
+        if loader.fetch_ms is not None:
+            evidence.append(f"fetching a batch takes {loader.fetch_ms:.1f} ms inside the data set")
+        yield found(RULE, f"waiting for data takes {of_step(profile, loader.wait_ms)}", loader.place, evidence=evidence,
+                    predicted=worth(profile, loader), how=how_known(profile))
+
+
+RULE = Rule("FL150", "data_wait", Severity.TIME, __doc__ or "", judge=judge,
+            levers=("loader", "cached_prefix", "batched_transforms", "resident_data", "device_prefetch"))

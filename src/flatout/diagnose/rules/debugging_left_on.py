@@ -1,0 +1,74 @@
+"""A debugging aid is left on.
+
+What:
+    `torch.autograd.set_detect_anomaly(True)`, `emit_nvtx`, `gradcheck` or `torch.autograd.profiler.profile` is switched on without a
+    condition, in a program that trains.
+Why it matters:
+    Anomaly detection records a Python stack for every operation and checks every gradient for NaN: steps take several times as long.
+    The others slow every operation, too.
+How to mend it:
+    Remove it, or put it behind an option. The lever `debug_off` switches it off for a run.
+Bad:
+    import torch
+
+    torch.autograd.set_detect_anomaly(True)  # <-
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+Good:
+    import sys
+
+    import torch
+
+    torch.autograd.set_detect_anomaly("--debug" in sys.argv)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+Sources:
+    https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#disable-debugging-apis
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import found, habit
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+from flatout.probe.program import Program
+
+SWITCHES = ("torch.autograd.set_detect_anomaly", "torch.autograd.anomaly_mode.set_detect_anomaly")
+ALWAYS = ("torch.autograd.detect_anomaly", "torch.autograd.anomaly_mode.detect_anomaly", "torch.autograd.gradcheck", "torch.autograd.gradgradcheck",
+          "torch.autograd.profiler.emit_nvtx", "torch.autograd.profiler.emit_itt")
+
+
+def look(program: Program) -> Iterator[Finding]:
+    if not program.step_loops:
+        return
+    for event in program.events:
+        if event.kind != "call" or not isinstance(event.node, ast.Call) or event.arms:
+            continue
+        call, dotted = event.node, event.source.dotted(event.node.func)
+        first = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg in ("mode", "enabled")), None)
+        on = isinstance(first, ast.Constant) and first.value is True
+        trained = event.loops or not dotted.endswith("check")
+        if (dotted in SWITCHES and on) or (dotted in ALWAYS and (first is None or on or dotted.endswith("check")) and trained):
+            yield RULE.finding(f"`{event.source.code(call)}` is on for the whole training", event.place, "# remove it, or put it behind an option")
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    if not profile.settings.get("anomaly"):
+        return
+    _, _, places = habit(profile, "anomaly")
+    yield found(RULE, "anomaly detection is on in every step", places[0] if places else None, others=places[1:])
+
+
+RULE = Rule("FL112", "debugging_left_on", Severity.TIME, __doc__, look=look, judge=judge, levers=("debug_off",))

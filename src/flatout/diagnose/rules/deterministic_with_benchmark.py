@@ -1,0 +1,53 @@
+"""Deterministic and benchmark at once.
+
+What:
+    `torch.backends.cudnn.deterministic = True` and `torch.backends.cudnn.benchmark = True` are both set.
+Why it matters:
+    `benchmark` times the algorithms of cuDNN and takes the fastest; which one wins can change from run to run, and other algorithms
+    round otherwise. The run is then not repeatable, which `deterministic` was set for; and `deterministic` keeps the fastest ones out.
+How to mend it:
+    Repeatable: `deterministic = True` and `benchmark = False`. Fast: `benchmark = True` alone.
+Bad:
+    import torch
+
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = True  # <-
+Good:
+    import torch
+
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+Sources:
+    https://docs.pytorch.org/docs/stable/notes/randomness.html#cuda-convolution-benchmarking
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.flow import Event, implies
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    set_to: dict[str, list[Event]] = {}
+    for event in program.events:
+        node = event.node
+        if event.kind == "assign" and isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute) and isinstance(node.value, ast.Constant):
+            name = event.source.dotted(node.targets[0])
+            if name.startswith("torch.backends.cudnn."):
+                set_to.setdefault(name.rpartition(".")[2] + str(node.value.value), []).append(event)
+    if "benchmarkFalse" in set_to or "deterministicFalse" in set_to:
+        return
+    for one in set_to.get("deterministicTrue", []):
+        for other in set_to.get("benchmarkTrue", []):
+            if one.frames == other.frames and one.source is other.source and (implies(other, one) or implies(one, other)):
+                late = max(one, other, key=program.events.index)
+                yield RULE.finding("deterministic and benchmark are both on: the run is neither repeatable nor as fast as it could be", late.place,
+                                   "torch.backends.cudnn.benchmark = False", others=[one.place if late is other else other.place])
+
+
+RULE = Rule("FL310", "deterministic_with_benchmark", Severity.FRAGILE, __doc__, look=look)

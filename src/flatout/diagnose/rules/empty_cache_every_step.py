@@ -1,0 +1,68 @@
+"""The allocator's memory is given back in every step.
+
+What:
+    `torch.cuda.empty_cache()` runs in every step of the training loop.
+Why it matters:
+    PyTorch keeps freed memory so that the next step can use it at once. Giving it back means `cudaFree`, which waits for the device,
+    and `cudaMalloc` again for the next step. It frees nothing that is in use: it cannot help a program that runs out of memory by
+    itself.
+How to mend it:
+    Remove it. Against fragmentation there is `PYTORCH_ALLOC_CONF=expandable_segments:True` (the lever `allocator`).
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, device="cuda")).square().mean().backward()
+        optimizer.step()
+        torch.cuda.empty_cache()  # <-
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, device="cuda")).square().mean().backward()
+        optimizer.step()
+Sources:
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.rules.synchronize_every_step import every_step
+from flatout.diagnose.seen import TIMED, found, habit, of_step, without
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+from flatout.probe.program import Program
+
+NAMES = ("torch.cuda.empty_cache", "torch.cuda.memory.empty_cache", "torch.accelerator.empty_cache", "torch.accelerator.memory.empty_cache",
+         "torch.mps.empty_cache")
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for event in every_step(program, *NAMES):
+        yield RULE.finding(f"`{event.source.code(event.node)}` gives memory back in every step that the next step must ask for again", event.place,
+                           f"# remove {event.source.code(event.node)}")
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    calls, ms, places = habit(profile, "empty_cache")
+    memory = profile.memory
+    if memory is not None and memory.empty_cache_calls > calls:
+        calls, ms = memory.empty_cache_calls, memory.empty_cache_ms
+        places = [memory.empty_cache_place] if memory.empty_cache_place else places
+    if calls < 0.2:
+        return
+    idle = " (without a GPU it does nothing)" if profile.device == "cpu" else ""
+    yield found(RULE, f"empty_cache() is called {calls:.3g} times a {profile.unit} and takes {of_step(profile, ms)}{idle}", places[0] if places else None,
+                predicted=without(profile, ms), how=TIMED, others=places[1:])
+
+
+RULE = Rule("FL104", "empty_cache_every_step", Severity.TIME, __doc__, look=look, judge=judge, levers=("allocator",))

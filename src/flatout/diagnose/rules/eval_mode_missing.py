@@ -1,0 +1,90 @@
+"""The model is evaluated in training mode.
+
+What:
+    A loop under `torch.no_grad()` runs a model that has Dropout or BatchNorm, and `model.eval()` is never called anywhere.
+Why it matters:
+    Dropout goes on dropping, so the figures are too bad and change from run to run. BatchNorm normalises each test batch by itself, and
+    updates its running statistics with test data: the evaluation leaks into the model that is then trained on.
+How to mend it:
+    `model.eval()` before the evaluation, `model.train()` after it.
+Bad:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train, test = torch.randn(10, 8, 4), torch.randn(10, 8, 4)
+    for x in train:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    total = 0.0
+    with torch.no_grad():
+        for x in test:
+            total += model(x).square().mean().item()  # <-
+    print(total / 10)
+Good:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train, test = torch.randn(10, 8, 4), torch.randn(10, 8, 4)
+    for x in train:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    total = 0.0
+    model.eval()
+    with torch.no_grad():
+        for x in test:
+            total += model(x).square().mean().item()
+    model.train()
+    print(total / 10)
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+from flatout.probe.script import Source
+
+MODES = {"Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"}
+NO_GRAD = ("torch.no_grad", "torch.inference_mode")
+
+
+def look(program: Program) -> Iterator[Finding]:
+    switched = any(event.kind in ("eval", "train") for event in program.events if event.kind == "eval")
+    if switched or not program.step_loops or program.mentions("LightningModule", "Trainer", "eval"):
+        return
+    training = {id(event.node) for loop in program.step_loops for event in loop.events}
+    for event in program.events:
+        if event.kind == "call" and isinstance(event.node, ast.Call) and event.loops and id(event.node) not in training and any(event.within(*NO_GRAD)):
+            layer = has_mode(program, event.source, event.node.func)
+            if layer and _is_trained(program, event.source, event.node.func):
+                name = event.source.code(event.node.func)
+                yield RULE.finding(f"`{name}` has {layer}, and is evaluated here in training mode: `eval()` is never called", event.place,
+                                   f"{name}.eval()   # before the loop\n{name}.train()  # after it")
+
+
+def has_mode(program: Program, source: Source, model: ast.AST) -> str:
+    """The first layer of a model that behaves differently in training, by its class; empty where none is seen."""
+    for origin in program.origins(source, model):
+        parts: list[tuple[Source, ast.AST]] = [(origin.source, origin.node)]
+        if isinstance(origin.node, ast.Call):
+            parts += program.class_named(origin.source, origin.node.func)
+        for home, part in parts:
+            for node in ast.walk(part):
+                if isinstance(node, ast.Call) and (dotted := home.dotted(node.func)).startswith("torch.nn.") and dotted.rpartition(".")[2] in MODES:
+                    return dotted.rpartition(".")[2]
+    return ""
+
+
+def _is_trained(program: Program, source: Source, model: ast.AST) -> bool:
+    return any(isinstance(event.node, ast.Call) and event.kind == "call" and program.values.same(event.source, event.node.func, source, model)
+               for loop in program.step_loops for event in loop.events)
+
+
+RULE = Rule("FL015", "eval_mode_missing", Severity.WRONG, __doc__, look=look)

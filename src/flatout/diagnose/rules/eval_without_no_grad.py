@@ -1,0 +1,105 @@
+"""The evaluation builds graphs that nobody uses.
+
+What:
+    After `model.eval()` a loop runs the model, nothing calls `backward()` in it, and no `torch.no_grad()` is around it.
+Why it matters:
+    Autograd keeps every activation of the batch for a backward pass that never comes: an evaluation needs as much memory as a training
+    step, and each operation is slower. If an output or a loss is kept, its graph is kept, too.
+How to mend it:
+    `with torch.no_grad():` around the loop, or `torch.inference_mode()`.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    model.eval()
+    total = 0.0
+    for x in torch.randn(10, 8, 4):
+        total += model(x).square().mean().item()  # <-
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    model.eval()
+    total = 0.0
+    with torch.no_grad():
+        for x in torch.randn(10, 8, 4):
+            total += model(x).square().mean().item()
+Sources:
+    https://docs.pytorch.org/docs/stable/notes/autograd.html#locally-disabling-gradient-computation
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import found, habit
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+from flatout.probe.flow import Event, Loop
+from flatout.probe.names import FUNCTIONS
+from flatout.probe.program import Program
+
+OFF = ("torch.no_grad", "torch.inference_mode", "torch.set_grad_enabled", "torch.autograd.no_grad", "torch.autograd.inference_mode",
+       "torch.autograd.set_grad_enabled", "torch.autograd.grad_mode.set_grad_enabled")
+
+HARMLESS = ("torch.autocast", "torch.amp.", "torch.cuda.", "torch.profiler.", "contextlib.nullcontext", "tqdm.", "functools.", "warnings.")
+
+
+def look(program: Program) -> Iterator[Finding]:
+    if program.mentions("LightningModule") or _switched_by_call(program):
+        return
+    modes: list[Event] = []
+    told: set[int] = set()
+    for event in program.events:
+        if event.kind in ("eval", "train") and event.subject is not None:
+            modes.append(event)
+        if event.kind != "call" or not isinstance(event.node, ast.Call) or not event.loops or id(event.loops[-1].node) in told:
+            continue
+        if _evaluates(program, event, modes) and not any(each.kind in ("backward", "step") for each in _inside(program, event.loops[-1])):
+            told.add(id(event.loops[-1].node))
+            name = event.source.code(event.node.func)
+            yield RULE.finding(f"`{name}` is in evaluation mode here and builds a graph for a backward pass that never comes", event.place,
+                               f"with torch.no_grad():  # around the loop of line {event.loops[-1].source.place(event.loops[-1].node).line}")
+
+
+def _switched_by_call(program: Program) -> bool:
+    """Whether gradients are switched off by a call on a line of its own, for an unknown while."""
+    return any(isinstance(source.parent(call), ast.Expr) for source, call in program.calls(*OFF))
+
+
+def _inside(program: Program, loop: Loop) -> list[Event]:
+    return [event for event in program.events if loop in event.loops]
+
+
+def _evaluates(program: Program, event: Event, modes: list[Event]) -> bool:
+    """Whether a call runs a trained module that was last put into evaluation mode, in the same function, and no gradient is switched off around it."""
+    assert isinstance(event.node, ast.Call)
+    model = event.node.func
+    if isinstance(event.root, FUNCTIONS) and event.source.klass(event.root) is not None:
+        return False  # a method that nobody calls in the open: its callers may switch gradients off
+    if "Module" not in program.values.kinds(event.source, model) or "Loss" in program.values.kinds(event.source, model) or any(_off(event)):
+        return False
+    own = [mode for mode in modes if mode.subject is not None and mode.root is event.root and mode.frames == event.frames[: len(mode.frames)]
+           and program.values.same(mode.source, mode.subject, event.source, model)]
+    return bool(own) and own[-1].kind == "eval" and bool(own[-1].frames) == bool(event.frames)
+
+
+def _off(event: Event) -> Iterator[bool]:
+    """For every ``with`` and decorator around a call that may switch gradients off: only what is known not to is left out."""
+    for source, block in event.blocks:
+        called = block.func if isinstance(block, ast.Call) else block
+        builtin = isinstance(called, ast.Name) and called.id in ("open", "tqdm", "staticmethod", "classmethod", "property")
+        if not builtin and not source.dotted(called).startswith(HARMLESS):
+            yield True
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    calls, _, places = habit(profile, "eval_with_grad")
+    if calls and places:
+        said = f"the model was called {calls:.3g} times a {profile.unit} in evaluation mode with gradients on"
+        yield found(RULE, said, places[0], others=places[1:])
+
+
+RULE = Rule("FL201", "eval_without_no_grad", Severity.MEMORY, __doc__, look=look, judge=judge)

@@ -1,0 +1,44 @@
+"""forward is called by name.
+
+What:
+    `model.forward(x)` in place of `model(x)`.
+Why it matters:
+    Hooks do not run. Everything that is built on them is then silently left out: DistributedDataParallel does not average gradients,
+    `torch.compile` of a module does not compile, FSDP does not gather its weights, profilers and flatout itself see no forward pass.
+How to mend it:
+    Call the module: `model(x)`.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    y = model.forward(torch.randn(8, 4))  # <-
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    y = model(torch.randn(8, 4))
+Sources:
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.forward
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for source, call in program.method_calls("forward"):
+        assert isinstance(call.func, ast.Attribute)
+        owner = call.func.value
+        itself = (isinstance(owner, ast.Name) and owner.id in ("self", "cls")) or (isinstance(owner, ast.Call) and source.code(owner.func) == "super")
+        if not itself and program.values.is_a(source, owner, "Module"):
+            shown = ", ".join(source.code(each) for each in [*call.args, *call.keywords])
+            yield RULE.finding(f"`{source.code(owner)}.forward` leaves out every hook of the module", source.place(call), f"{source.code(owner)}({shown})")
+
+
+RULE = Rule("FL306", "forward_called", Severity.FRAGILE, __doc__, look=look)

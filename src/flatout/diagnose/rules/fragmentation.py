@@ -1,0 +1,46 @@
+"""Memory lies in pieces.
+
+What:
+    The allocator had to give cached blocks back and ask again, or holds far more than it has given out at the peak.
+Why it matters:
+    Each retry frees the whole cache and waits for the device; and the program runs out of memory that is there, in pieces.
+How to mend it:
+    PYTORCH_ALLOC_CONF=expandable_segments:True, or flatout tune --levers allocator COMMAND...
+Bad:
+    batch = torch.empty(random_length(), device="cuda")
+Good:
+    import os
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import found, size
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+
+LOOSE = 0.25  # of what is reserved, unused at the peak
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    memory = profile.memory
+    if memory is None or memory.where != "device":
+        return
+    unused = (memory.reserved_bytes or 0) - memory.peak_bytes
+    if memory.retries:
+        yield found(RULE, f"the allocator had to give its cache back {memory.retries} times", memory.peak_place,
+                    evidence=[f"{size(unused)} of {size(memory.reserved_bytes or 0)} reserved were unused at the peak"])
+    elif memory.reserved_bytes and unused > LOOSE * memory.reserved_bytes and _scarce(profile):
+        yield found(RULE, f"{size(unused)} of {size(memory.reserved_bytes)} reserved were unused at the peak", memory.peak_place)
+
+
+def _scarce(profile: ProfileRecord) -> bool:
+    """Pieces matter where there is not much left."""
+    total = profile.ceilings.get("memory_bytes") or next((g.get("memory_bytes") for g in profile.machine.get("gpus") or () if isinstance(g, dict)), None)
+    return bool(total and profile.memory and (profile.memory.reserved_bytes or 0) > 0.7 * total)
+
+
+RULE = Rule("FL254", "fragmentation", Severity.MEMORY, __doc__ or "", judge=judge, levers=("allocator",))

@@ -1,0 +1,60 @@
+"""A freeze that freezes nothing.
+
+What:
+    `requires_grad = False` is set on a module, or the attribute's name is misspelled (`require_grad`, `requires_gradient`).
+Why it matters:
+    Python sets a new attribute that nobody reads. The layers that were to stay fixed go on training.
+How to mend it:
+    `module.requires_grad_(False)` for a whole module; `parameter.requires_grad = False` for one parameter.
+Bad:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    model.requires_grad = False  # <-
+Good:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    model.requires_grad_(False)
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+from flatout.probe.script import Source
+
+MISSPELLED = {"require_grad", "required_grad", "requires_grads", "require_grads", "requiers_grad", "requires_gradient", "required_grads", "requries_grad"}
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for source, node in program.nodes(ast.Assign):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant) or not isinstance(node.value.value, bool):
+            continue
+        target, value = node.targets[0], node.value.value
+        if not isinstance(target, ast.Attribute):
+            continue
+        owner = source.code(target.value)
+        if target.attr in MISSPELLED and not _read(source, target.attr):
+            yield RULE.finding(f"`{target.attr}` is misspelled: the line sets an attribute that nobody reads", source.place(node),
+                               f"{owner}.requires_grad = {value}")
+        elif target.attr == "requires_grad" and _surely_module(program, source, target.value):
+            yield RULE.finding(f"`{owner}` is a module: this sets an attribute that nobody reads, and its parameters stay as they were", source.place(node),
+                               f"{owner}.requires_grad_({value})")
+
+
+def _read(source: Source, name: str) -> bool:
+    return any(isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load) for node in source.nodes)
+
+
+def _surely_module(program: Program, source: Source, node: ast.AST) -> bool:
+    """Whether everything that an expression may be is a module."""
+    origins = program.origins(source, node)
+    return bool(origins) and all("Module" in program.values.kinds(origin.source, origin.node) and not origin.part for origin in origins)
+
+
+RULE = Rule("FL034", "freeze_without_effect", Severity.WRONG, __doc__, look=look)

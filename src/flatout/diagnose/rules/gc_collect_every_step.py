@@ -1,0 +1,63 @@
+"""Python's garbage collector is run in every step.
+
+What:
+    `gc.collect()` stands in the training loop and runs in every step.
+Why it matters:
+    A full collection walks over every object of the program: tens of milliseconds once torch is loaded. Tensors are freed by their
+    reference counts, without it.
+How to mend it:
+    Remove it. If memory grows without it, something holds on to tensors in a cycle; once an epoch is then enough.
+Bad:
+    import gc
+
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        gc.collect()  # <-
+Good:
+    import gc
+
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(10):
+        for _ in range(100):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        gc.collect()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.rules.synchronize_every_step import every_step
+from flatout.diagnose.seen import TIMED, bound, found, habit, how, of_step, without
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for event in every_step(program, "gc.collect"):
+        yield RULE.finding("`gc.collect()` walks over every object of the program in every step", event.place, "# remove it, or collect once an epoch")
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    calls, ms, places = habit(profile, "gc_collect")
+    timed = without(profile, ms)
+    if timed is not None:
+        ratio = bound(profile, "gc")
+        yield found(RULE, f"gc.collect() is called {calls:.3g} times a {profile.unit} and takes {of_step(profile, ms)}", places[0] if places else None,
+                    predicted=ratio or timed, how=how("gc") if ratio else TIMED, others=places[1:], levers=())
+
+
+RULE = Rule("FL105", "gc_collect_every_step", Severity.TIME, __doc__, look=look, judge=judge, levers=("gc_pause",))

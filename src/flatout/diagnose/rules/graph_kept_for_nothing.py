@@ -1,0 +1,69 @@
+"""The graph is kept after its only backward pass.
+
+What:
+    `loss.backward(retain_graph=True)` is the only backward pass of the loop, and nothing of the graph is used again.
+Why it matters:
+    All activations stay in memory until the loss is set anew: the forward pass of the next step needs its memory beside them.
+How to mend it:
+    Leave `retain_graph=True` out. If PyTorch then says "Trying to backward through the graph a second time", something of the last step
+    (a hidden state, a running loss) goes into this one: detach it.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward(retain_graph=True)  # <-
+        optimizer.step()
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.flow import StepLoop
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for loop in program.step_loops:
+        passes = loop.of("backward")
+        calls = [event for event in loop.of("call") if isinstance(event.node, ast.Call)]
+        again = any(event.source.dotted(event.node.func).startswith("torch.autograd.") for event in calls if isinstance(event.node, ast.Call))
+        if len(passes) != 1 or again or _carried(program, loop) or not isinstance(passes[0].node, ast.Call) or passes[0].loops[-1] is not loop.loop:
+            continue
+        call = passes[0].node
+        if any(k.arg == "retain_graph" and isinstance(k.value, ast.Constant) and k.value.value is True for k in call.keywords):
+            kept = [k for k in call.keywords if k.arg != "retain_graph"]
+            shown = ast.unparse(ast.Call(call.func, call.args, kept))
+            yield RULE.finding("this is the only backward pass of the loop, and it keeps the whole graph for a second one", passes[0].place, shown)
+
+
+def _carried(program: Program, loop: StepLoop) -> bool:
+    """Whether a module's output goes into its next call: then the graph is needed until the state is detached, which is another fault."""
+    for event in loop.of("assign"):
+        node = event.node
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            given = {ast.unparse(target) for each in node.targets for target in ast.walk(each) if isinstance(target, (ast.Name, ast.Attribute))}
+            taken = {ast.unparse(each) for argument in node.value.args for each in ast.walk(argument) if isinstance(each, (ast.Name, ast.Attribute))}
+            if given & taken and not event.source.dotted(node.value.func):
+                return True
+    return False
+
+
+RULE = Rule("FL203", "graph_kept_for_nothing", Severity.MEMORY, __doc__, look=look)

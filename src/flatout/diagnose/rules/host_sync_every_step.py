@@ -1,0 +1,159 @@
+"""The step waits for the device.
+
+What:
+    In every step a value is fetched from the device: `loss.item()`, `float(loss)`, `.cpu()`, `.numpy()`, `.tolist()`, or a tensor is
+    printed.
+Why it matters:
+    The host queues work ahead of the device. To give a number it must wait until everything queued before is done, and the device then
+    idles until the host has queued more. On small steps that is a large share of the time. (On a CPU it costs nothing.)
+How to mend it:
+    Keep a running total on the device (`total += loss.detach()`) and fetch it every hundred steps, or once an epoch.
+Bad:
+    import torch
+
+    device = torch.device("cuda")
+    model = torch.nn.Linear(4, 1).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    total = 0.0
+    for step in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4, device=device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        total += loss.item()  # <-
+Good:
+    import torch
+
+    device = torch.device("cuda")
+    model = torch.nn.Linear(4, 1).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    total = torch.zeros((), device=device)
+    for step in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4, device=device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        total += loss.detach()
+        if step % 10 == 0:
+            print(total.item())
+Sources:
+    https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import TIMED, bound, crossings, found, how, measured, of_step, said_ms, without
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+from flatout.probe.flow import Event, StepLoop
+from flatout.probe.program import Program
+from flatout.probe.script import Source
+from flatout.probe.values import Origin
+
+KINDS = ("item", "nonzero", "to host", "numpy", "compare", "tolist", "synchronize")
+
+FETCHES = {"item", "cpu", "numpy", "tolist"}
+CASTS = {"float", "int", "bool"}
+
+
+def look(program: Program) -> Iterator[Finding]:
+    if not program.uses_device:
+        return
+    for loop in program.step_loops:
+        told = set()  # one word a statement: the first wait is the one that costs
+        for event in loop.of("call"):
+            tensor = fetched(event)
+            statement = id(event.source.statement(event.node))
+            if tensor is not None and statement not in told and (loop.always(event) or _each_gradient(loop, event, tensor)) and \
+                    from_step(program, loop, event.source, tensor):
+                told.add(statement)
+                shown, name = event.source.code(event.node), event.source.code(tensor)
+                mend = f"{name}.detach()  # summed on the device, and fetched every hundred steps"
+                yield RULE.finding(f"`{shown}` waits in every step until the device has done all that was queued", event.place, mend)
+        yield from _compared(program, loop)
+
+
+def _of_gradient(node: ast.AST) -> bool:
+    return any(isinstance(each, ast.Attribute) and each.attr == "grad" for each in ast.walk(node))
+
+
+def _each_gradient(loop: StepLoop, event: Event, tensor: ast.expr) -> bool:
+    """A value of each parameter's gradient, in a loop inside the step."""
+    return _of_gradient(tensor) and not loop.arms(event)
+
+
+def _compared(program: Program, loop: StepLoop) -> Iterator[Finding]:
+    """`if loss < best:` asks for the value as well."""
+    source, top = loop.loop.source, loop.loop.node
+    for node in ast.walk(top):
+        if not (isinstance(node, ast.If) and source.parent(node) is top and isinstance(node.test, ast.Compare)):
+            continue
+        if all(isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)) for op in node.test.ops) and any(
+                from_step(program, loop, source, side) for side in (node.test.left, *node.test.comparators)):
+            yield RULE.finding(f"`if {source.code(node.test)}` waits in every step until the device has done all that was queued", source.place(node),
+                               "torch.minimum(best, loss.detach()), or compare every hundred steps")
+
+
+def fetched(event: Event) -> ast.expr | None:
+    """The tensor whose value a call fetches."""
+    call = event.node
+    if not isinstance(call, ast.Call):
+        return None
+    if isinstance(call.func, ast.Attribute) and call.func.attr in FETCHES and not call.args and not event.source.dotted(call.func):
+        inner = call.func.value
+        # x.detach().cpu().numpy(): one wait, told once, where it happens
+        nested = isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr in FETCHES
+        return None if nested else inner
+    if isinstance(call.func, ast.Name) and call.func.id in CASTS | {"print"} and len(call.args) >= 1 and not event.source.names.lookup(call.func):
+        return next((each for each in call.args if isinstance(each, ast.Name)), None)
+    return None
+
+
+def from_step(program: Program, loop: StepLoop, source: Source, node: ast.AST, depth: int = 0) -> bool:
+    """Whether a value comes from this step's model or loss: from a tensor that the device is still making."""
+    if depth > 8:
+        return False
+    losses = [(event.source, event.subject) for event in loop.of("backward") if event.subject is not None]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FETCHES:
+        return False
+    if _of_gradient(node):
+        return True
+    return any(program.values.same(source, node, home, loss) for home, loss in losses) or \
+        any(_made_by_model(program, loop, origin, depth) for origin in program.origins(source, node))
+
+
+def _made_by_model(program: Program, loop: StepLoop, origin: Origin, depth: int) -> bool:
+    node, source = origin.node, origin.source
+    if isinstance(node, ast.BinOp):
+        return from_step(program, loop, source, node.left, depth + 1) or from_step(program, loop, source, node.right, depth + 1)
+    if isinstance(node, ast.Compare):
+        return from_step(program, loop, source, node.left, depth + 1)
+    if isinstance(node, ast.Subscript):
+        return from_step(program, loop, source, node.value, depth + 1)
+    if not isinstance(node, ast.Call):
+        return False
+    if "Module" in program.values.kinds(source, node.func):
+        return True
+    if isinstance(node.func, ast.Attribute) and not source.dotted(node.func):
+        return node.func.attr not in FETCHES | {"size", "dim", "numel"} and from_step(program, loop, source, node.func.value, depth + 1)
+    return source.dotted(node.func).startswith("torch.") and any(from_step(program, loop, source, each, depth + 1) for each in node.args)
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    seen = [c for c in crossings(profile, *KINDS) if c.place is not None and c.calls >= 0.5]
+    total = sum(c.ms for c in seen)
+    what_if = bound(profile, "syncs")
+    ratio = what_if or (None if measured(profile, "syncs") and profile.device != "cpu" else without(profile, total))
+    if not seen or ratio is None:
+        return
+    first = seen[0]
+    evidence = [f"{c.place.sentence()}: {c.kind}, {c.calls:.3g} times a {profile.unit}, {said_ms(c.ms)}" for c in seen[:6] if c.place]
+    yield found(RULE, f"waiting for values takes {of_step(profile, total)}, most of it here", first.place, evidence=evidence, predicted=ratio,
+                how=how("syncs") if what_if else TIMED, others=[c.place for c in seen[1:] if c.place])
+
+
+RULE = Rule("FL101", "host_sync_every_step", Severity.TIME, __doc__, look=look, judge=judge)

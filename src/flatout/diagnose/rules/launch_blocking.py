@@ -1,0 +1,50 @@
+"""Every kernel is waited for.
+
+What:
+    The program sets `CUDA_LAUNCH_BLOCKING=1` in its own environment.
+Why it matters:
+    After every single kernel the host waits for the device. It is meant for finding the line of a device error; left in, it makes
+    training of small models several times slower.
+How to mend it:
+    Remove the line, and set the variable in the shell for the one run that needs it.
+Bad:
+    import os
+
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # <-
+Good:
+    import os
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+
+VARIABLE = "CUDA_LAUNCH_BLOCKING"
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for source, node in program.nodes(ast.Assign, ast.Call):
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            named = isinstance(target, ast.Subscript) and source.dotted(target.value) == "os.environ" and _is(target.slice, VARIABLE)
+        else:
+            assert isinstance(node, ast.Call)
+            named = source.dotted(node.func) in ("os.environ.setdefault", "os.putenv") and len(node.args) == 2 and _is(node.args[0], VARIABLE)
+            value = node.args[1] if named else node
+        if named and _is(value, "1") and not source.names.arms(node):
+            yield RULE.finding("every kernel is waited for before the next is launched, in every run of this program", source.place(node),
+                               f"# remove it; for one run: {VARIABLE}=1 python {program.main.path}")
+
+
+def _is(node: ast.AST, text: str) -> bool:
+    return isinstance(node, ast.Constant) and str(node.value) == text
+
+
+RULE = Rule("FL113", "launch_blocking", Severity.TIME, __doc__, look=look)

@@ -1,0 +1,58 @@
+"""A layer with parameters is made in forward.
+
+What:
+    `forward` makes a layer (`torch.nn.Linear(...)(x)`), or a `torch.nn.Parameter`.
+Why it matters:
+    It is a new one with new random weights in every step. The optimizer does not know it, it is never trained, and it is made on the
+    CPU.
+How to mend it:
+    Make it in `__init__`, use it in `forward`.
+Bad:
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(4, 8)
+
+        def forward(self, x):
+            return torch.nn.Linear(8, 1)(self.first(x))  # <-
+Good:
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(4, 8)
+            self.second = torch.nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.rules.layers_in_a_list import TRAINED
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for source, klass in program.modules_defined():
+        forward = next((m for m in klass.body if isinstance(m, ast.FunctionDef) and m.name == "forward"), None)
+        for call in (node for node in ast.walk(forward or ast.Module([], [])) if isinstance(node, ast.Call)):
+            dotted = source.dotted(call.func)
+            last = dotted.rpartition(".")[2]
+            if not dotted.startswith("torch.nn.") or last not in TRAINED | {"Parameter"}:
+                continue
+            lazily = any(isinstance(each, ast.If) for each in source.parents(call)) and isinstance(source.parent(call), ast.Assign)
+            if not lazily:
+                yield RULE.finding(f"this {last} is made anew in every forward pass: it is random each time and never trained", source.place(call),
+                                   f"self.{last.lower()} = {source.code(call)}  # in __init__")
+
+
+RULE = Rule("FL022", "layers_made_in_forward", Severity.WRONG, __doc__, look=look)

@@ -1,0 +1,49 @@
+"""Tensors are copied only to lie in another order.
+
+What:
+    contiguous(), clone() and changes of the memory format take a part of the step: the same numbers, written in another order.
+Why it matters:
+    A copy reads and writes every byte and computes nothing; in the backward pass it is done again.
+How to mend it:
+    Choose one layout at the beginning (model and images .to(memory_format=torch.channels_last)), and take contiguous() out;
+    or flatout tune --levers channels_last,compile COMMAND...
+Bad:
+    x = x.permute(0, 2, 3, 1).contiguous()
+Good:
+    x = x.to(memory_format=torch.channels_last)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import found
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+from flatout.plan.records import Ratio
+
+COPYING = ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy")
+MUCH = 0.2  # of the operators' time; views, slices and transposed products copy some per cent anyway
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    # What no line of the user's has asked for is a library's or a compiler's own.
+    copies = sorted((o for o in profile.operations if o.name in COPYING and o.place), key=lambda o: -o.share)
+    share = sum(o.share for o in copies)
+    if share < MUCH:
+        return
+    computing = _computing(profile)
+    ratio = 1 / max(1 - share * computing, 0.05)
+    evidence = [f"{o.name}: {o.calls:.3g} calls a {profile.unit}, {100 * o.share:.0f} % of the operators' time" for o in copies]
+    yield found(RULE, f"copying takes {100 * share:.0f} % of the operators' time", next((o.place for o in copies if o.place), None), evidence=evidence,
+                predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)), how="estimate: the operators without these copies")
+
+
+def _computing(profile: ProfileRecord) -> float:
+    """The share of the step that is forward and backward: what happens while data is made or logs are written is another rule's."""
+    share = sum(profile.phases[name].share for name in ("forward", "backward") if name in profile.phases)
+    return min(1.0, share) if share > 0 else 1.0
+
+
+RULE = Rule("FL171", "layout_copies", Severity.TIME, __doc__ or "", judge=judge, levers=("channels_last", "compile"))

@@ -1,0 +1,41 @@
+"""A checkpoint may run any code.
+
+What:
+    `torch.load(..., weights_only=False)`.
+Why it matters:
+    The file is unpickled without limits: whoever wrote it can run anything on this machine, with your rights. Since torch 2.6 the
+    default only loads tensors and plain values.
+How to mend it:
+    Save a `state_dict` and load it with the default. Where a class is really needed:
+    `torch.serialization.add_safe_globals([TheClass])`.
+Bad:
+    import torch
+
+    state = torch.load("model.pt", map_location="cpu", weights_only=False)  # <-
+Good:
+    import torch
+
+    state = torch.load("model.pt", map_location="cpu")
+Sources:
+    https://docs.pytorch.org/docs/stable/notes/serialization.html#torch-load-with-weights-only-true
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for source, call in program.calls("torch.load"):
+        if any(k.arg == "weights_only" and isinstance(k.value, ast.Constant) and k.value.value is False for k in call.keywords):
+            kept = [k for k in call.keywords if k.arg != "weights_only"]
+            yield RULE.finding("whoever wrote this file can run any code on this machine", source.place(call),
+                               ast.unparse(ast.Call(call.func, call.args, kept)))
+
+
+RULE = Rule("FL304", "load_runs_code", Severity.FRAGILE, __doc__, look=look)

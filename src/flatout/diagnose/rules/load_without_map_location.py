@@ -1,0 +1,92 @@
+"""A checkpoint is loaded to wherever it was saved.
+
+What:
+    `torch.load(path)` without `map_location`, in a program that runs on a device.
+Why it matters:
+    Every tensor goes back to the device it was on. A checkpoint of a GPU does not load on a machine without one; one of `cuda:3` needs
+    four GPUs; and with several processes all of them fill the memory of the first GPU.
+How to mend it:
+    `torch.load(path, map_location=device)`, or `map_location="cpu"` followed by `load_state_dict`, which copies to where the model is.
+Bad:
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = torch.nn.Linear(4, 1).to(device)
+    model.load_state_dict(torch.load("model.pt"))  # <-
+Good:
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = torch.nn.Linear(4, 1).to(device)
+    model.load_state_dict(torch.load("model.pt", map_location=device))
+Sources:
+    https://docs.pytorch.org/docs/stable/generated/torch.load.html
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+from flatout.probe.script import Source
+
+
+def look(program: Program) -> Iterator[Finding]:
+    if not program.uses_device or program.mentions("offload_to_cpu", "cpu_offload"):
+        return
+    if any(isinstance(call.func, ast.Attribute) and program.values.is_a(source, call.func.value, "Module") for source, call in program.method_calls("cpu")):
+        return  # it brings its modules to the CPU itself, before it saves them
+    loads = list(program.calls("torch.load"))
+    placed = {_file(source, call) for source, call in loads if any(keyword.arg == "map_location" for keyword in call.keywords) or len(call.args) > 1}
+    again = _loaded_again(program)
+    for source, call in loads:
+        if _are_weights(source, call) and len(call.args) == 1 and not any(keyword.arg in ("map_location", None) for keyword in call.keywords) \
+                and _file(source, call) not in placed and id(call) not in again:
+            rest = "".join(f", {source.code(keyword)}" for keyword in call.keywords)
+            yield RULE.finding("this checkpoint loads only where the device exists that it was saved from", source.place(call),
+                               f'torch.load({source.code(call.args[0])}, map_location="cpu"{rest})')
+
+
+def _are_weights(source: Source, load: ast.Call) -> bool:
+    """Whether what is loaded goes into a module, or is one: a table of words or an image has no device to come back to."""
+    holder = source.parent(load)
+    names = {target.id for target in getattr(holder, "targets", []) if isinstance(target, ast.Name)} if isinstance(holder, ast.Assign) else set()
+    for call in source.calls:
+        if isinstance(call.func, ast.Name) and call.func.id in names:
+            return True
+        if isinstance(call.func, ast.Attribute) and call.func.attr in ("load_state_dict", "load_weights"):
+            inside = [node for argument in call.args for node in ast.walk(argument)]
+            if load in inside or any(isinstance(node, ast.Name) and node.id in names for node in inside):
+                return True
+    return False
+
+
+def _file(source: Source, call: ast.Call, place: int = 0) -> str:
+    """The file that a call reads or writes, as code: the path that was opened, where it is given an open file."""
+    if len(call.args) <= place:
+        return ""
+    given = call.args[place]
+    for binding in source.names.reaching(given) if isinstance(given, ast.Name) else ():
+        if binding.how == "with" and isinstance(binding.value, ast.Call) and binding.value.args:
+            given = binding.value.args[0]
+    return ast.unparse(given)
+
+
+def _loaded_again(program: Program) -> set[int]:
+    """The loads of what the same run has saved before: they come back to the device that they were on."""
+    saved: set[str] = set()
+    found = set()
+    for event in program.events:
+        call = event.node
+        if event.kind == "call" and isinstance(call, ast.Call):
+            if event.source.dotted(call.func) == "torch.save":
+                saved.add(_file(event.source, call, 1))
+            elif event.source.dotted(call.func) == "torch.load" and _file(event.source, call) in saved:
+                found.add(id(call))
+    return found
+
+
+RULE = Rule("FL303", "load_without_map_location", Severity.FRAGILE, __doc__, look=look)

@@ -1,0 +1,45 @@
+"""Printing, logging or saving takes part of the step.
+
+What:
+    The program prints, writes a log or saves a checkpoint in every step or nearly so. The gain is measured: the same steps without.
+Why it matters:
+    Writing waits for a terminal or a disk; spelling a tensor out waits for its value; a checkpoint copies every parameter.
+How to mend it:
+    if step % 100 == 0: around it.
+Bad:
+    for step, batch in enumerate(loader):
+        print(step, train(batch))
+Good:
+    for step, batch in enumerate(loader):
+        loss = train(batch)
+        if step % 100 == 0:
+            print(step, loss)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import TIMED, bound, crossings, found, habit, how, measured, of_step, said_ms, without
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    printed = [(c.ms, f"print, {c.calls:.3g} times a {profile.unit}", c.place) for c in crossings(profile, "print")]
+    for name in ("save", "write", "flush"):
+        calls, ms, places = habit(profile, name)
+        printed += [(ms, f"{name}, {calls:.3g} times a {profile.unit}", place) for place in places[:1]]
+    seen = sorted((entry for entry in printed if entry[2] is not None), key=lambda entry: -entry[0])
+    total = sum(ms for ms, _, _ in seen)
+    what_if = bound(profile, "logging")
+    ratio = what_if or (None if measured(profile, "logging") else without(profile, total))
+    if not seen or ratio is None or without(profile, total) is None:
+        return
+    yield found(RULE, f"{seen[0][1].split(',')[0]} and its like take {of_step(profile, total)}", seen[0][2],
+                evidence=[f"{place.sentence()}: {what}, {said_ms(ms)}" for ms, what, place in seen[:4] if place], predicted=ratio,
+                how=how("logging") if what_if else TIMED, others=[p for _, _, p in seen[1:] if p])
+
+
+RULE = Rule("FL163", "logging_cost", Severity.TIME, __doc__ or "", judge=judge)

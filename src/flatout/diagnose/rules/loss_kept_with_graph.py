@@ -1,0 +1,132 @@
+"""A running total keeps the graph of every step.
+
+What:
+    `total += loss` or `losses.append(loss)` in the training loop, where `total` and `losses` outlive the step and `loss` is a tensor
+    with its graph.
+Why it matters:
+    A total of tensors is itself the end of a graph, which refers to the graphs of all steps so far. Memory grows with every step,
+    slowly enough to run out only after hours.
+How to mend it:
+    `total += loss.detach()` (stays on the device, no wait), or `loss.item()`.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    total = 0.0
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        total += loss  # <-
+    print(total / 100)
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    total = 0.0
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        total += loss.detach()
+    print(total / 100)
+Sources:
+    https://docs.pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from flatout.diagnose.growth import growing
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+from flatout.probe.flow import Event, StepLoop
+from flatout.probe.names import Binding
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for loop in program.step_loops:
+        for event in loop.events:
+            held = _held(event)
+            if held is None:
+                continue
+            keeper, kept = held
+            name = _graph(program, loop, event, kept)
+            if name is not None and not _backward(loop, keeper) and _outlives(loop, event, keeper):
+                into = event.source.code(keeper)
+                yield RULE.finding(f"`{into}` keeps `{name}` with its whole graph: memory grows with every step", event.place,
+                                   event.source.code(event.node).replace(name, f"{name}.detach()") if event.kind == "call" else
+                                   f"{into} += {event.source.code(kept).replace(name, name + '.detach()')}")
+
+
+def _held(event: Event) -> tuple[ast.expr, ast.expr] | None:
+    """What keeps, and what is kept: ``total += loss``, ``total = total + loss``, ``losses.append(loss)``."""
+    node = event.node
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+        return node.target, node.value
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.Add) \
+            and ast.unparse(node.value.left) == ast.unparse(node.targets[0]):
+        return node.targets[0], node.value.right
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append" and len(node.args) == 1:
+        return node.func.value, node.args[0]
+    return None
+
+
+def _graph(program: Program, loop: StepLoop, event: Event, kept: ast.expr) -> str | None:
+    """The name of the loss inside what is kept, where it still has its graph: on its own, or scaled by numbers."""
+    if isinstance(kept, ast.BinOp) and isinstance(kept.op, (ast.Mult, ast.Div)):
+        return _graph(program, loop, event, kept.left) or _graph(program, loop, event, kept.right)
+    if (isinstance(kept, ast.Attribute) and kept.attr in ("data", "grad")) or not isinstance(kept, (ast.Name, ast.Attribute)):
+        return None
+    if any(block.func.attr == "no_grad" for _, block in event.blocks if isinstance(block, ast.Call) and isinstance(block.func, ast.Attribute)):
+        return None
+    for backward in loop.of("backward"):
+        if backward.subject is None or backward.source is not event.source or ast.dump(backward.subject) != ast.dump(kept):
+            continue
+        if event.source.function(event.node) is event.source.function(backward.node) and not _detached(event, kept):
+            return event.source.code(kept)
+    return None
+
+
+def _detached(event: Event, kept: ast.expr) -> bool:
+    """Whether the name was given a value without a graph before it is kept: ``loss = loss.item()``."""
+    bindings: list[Binding] = event.source.names.reaching(kept) if isinstance(kept, ast.Name) else []
+    return any(isinstance(b.value, ast.Call) and isinstance(b.value.func, (ast.Attribute, ast.Name)) and
+               (getattr(b.value.func, "attr", "") in ("item", "detach", "cpu", "numpy") or getattr(b.value.func, "id", "") == "float")
+               for b in bindings if b.value is not None)
+
+
+def _backward(loop: StepLoop, keeper: ast.expr) -> bool:
+    """Whether what keeps is itself used for a backward pass."""
+    return any(event.subject is not None and any(ast.unparse(node) == ast.unparse(keeper) for node in ast.walk(event.subject) if isinstance(node, ast.expr))
+               for event in loop.of("backward"))
+
+
+def _outlives(loop: StepLoop, event: Event, keeper: ast.expr) -> bool:
+    """Whether what keeps is made outside of the loop: nothing in a pass sets it anew."""
+    for each in loop.events:
+        if isinstance(each.node, ast.Assign) and each.node is not event.node and loop.always(each):
+            for target in each.node.targets:
+                names = target.elts if isinstance(target, ast.Tuple) else [target]
+                if any(ast.unparse(name) == ast.unparse(keeper) for name in names):
+                    return False
+    function = event.source.function(event.node)
+    around = list(event.source.parents(event.node))
+    in_a_loop = any(isinstance(node, (ast.For, ast.AsyncFor, ast.While)) for node in around[: around.index(function)]) if function in around else True
+    return in_a_loop or not isinstance(keeper, ast.Name)  # else it is a local of a function that is called for each step
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    if profile.leak is not None and profile.leak.leaking and profile.leak.graph:
+        yield growing(RULE, profile, profile.leak, "with its graph")
+
+
+RULE = Rule("FL202", "loss_kept_with_graph", Severity.MEMORY, __doc__, look=look, judge=judge)

@@ -1,0 +1,79 @@
+"""A loss that was cut off from the model and told to require a gradient.
+
+What:
+    `backward()` is called on a tensor that was made anew: `torch.tensor(loss, requires_grad=True)`, `Variable(loss.data,
+    requires_grad=True)`, `loss.detach().requires_grad_()`, or `loss.requires_grad = True`.
+Why it matters:
+    This silences "element 0 of tensors does not require grad", and nothing else: the gradient ends at the new tensor, no parameter gets
+    one, and the optimizer changes nothing (or only decays the weights).
+How to mend it:
+    Find where the loss left the graph: `.item()`, `.detach()`, `.data`, NumPy, `argmax`, or `torch.no_grad()` around the forward pass.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss = torch.tensor(loss.item(), requires_grad=True)
+        loss.backward()  # <-
+        optimizer.step()
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.flow import Event
+from flatout.probe.program import Program
+from flatout.probe.script import Source
+
+MAKES_LEAF = ("torch.tensor", "torch.autograd.Variable", "torch.as_tensor")
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for loop in program.step_loops:
+        for event in loop.of("backward"):
+            if event.subject is None:
+                continue
+            origins = program.origins(event.source, event.subject)
+            leaf = bool(origins) and all(_is_leaf(origin.source, origin.node) for origin in origins)
+            if leaf or _told(event):
+                name = event.source.code(event.subject)
+                yield RULE.finding(f"`{name}` was cut off from the model and made to require a gradient: no parameter gets one from this", event.place,
+                                   f"# give backward() the loss itself, without item(), detach() or data on its way to `{name}`",
+                                   others=[origin.source.place(origin.node) for origin in origins if leaf][:1])
+
+
+def _is_leaf(source: Source, node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    wants = any(k.arg == "requires_grad" and isinstance(k.value, ast.Constant) and k.value.value is True for k in node.keywords)
+    if wants and source.dotted(node.func) in MAKES_LEAF:
+        return any(isinstance(each, ast.Name) for argument in node.args for each in ast.walk(argument))
+    return isinstance(node.func, ast.Attribute) and node.func.attr == "detach"
+
+
+def _told(backward: Event) -> bool:
+    """``loss.requires_grad = True`` in the function that calls backward."""
+    subject = ast.unparse(backward.subject) if backward.subject is not None else ""
+    home = backward.frames[-1] if backward.frames else backward.source.tree
+    return any(isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is True
+               and ast.unparse(node.targets[0]) == f"{subject}.requires_grad" for node in ast.walk(home))
+
+
+RULE = Rule("FL019", "loss_made_a_leaf", Severity.WRONG, __doc__, look=look)

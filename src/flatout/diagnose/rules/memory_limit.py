@@ -1,0 +1,40 @@
+"""The peak is close to what the device has.
+
+What:
+    The step's peak takes more than nine tenths of the device's memory. What fills the peak says which way out is cheapest.
+Why it matters:
+    A longer sequence, another process on the device or a little fragmentation ends the program.
+How to mend it:
+    Where activations fill it: autocast, smaller micro-batches, activation checkpointing. Where the optimizer's state does: a fused or 8-bit optimizer,
+    sharding. flatout tune --levers autocast,allocator COMMAND...
+Bad:
+    loader = DataLoader(data, batch_size=512)
+Good:
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = criterion(model(x), y)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import found, size
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+
+CLOSE = 0.9  # PyTorch's own TensorBoard plugin used the same
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    memory = profile.memory
+    total = profile.ceilings.get("memory_bytes") or next((g.get("memory_bytes") for g in profile.machine.get("gpus") or () if isinstance(g, dict)), None)
+    if memory is None or memory.where != "device" or not total or memory.peak_bytes < CLOSE * total:
+        return
+    parts = sorted(memory.at_peak.items(), key=lambda part: -part[1])
+    evidence = [f"{kind}: {size(amount)}, {100 * amount / max(1, memory.peak_bytes):.0f} % of the peak" for kind, amount in parts[:4]]
+    evidence += [f"activations of {name}: {size(amount)}" for name, amount in sorted(memory.by_module.items(), key=lambda part: -part[1])[:3]]
+    yield found(RULE, f"the peak is {size(memory.peak_bytes)} of {size(total)}", memory.peak_place, evidence=evidence)
+
+
+RULE = Rule("FL255", "memory_limit", Severity.MEMORY, __doc__ or "", judge=judge, levers=("autocast", "allocator"))

@@ -1,0 +1,56 @@
+"""The model is moved to the device in every step.
+
+What:
+    `model.to(device)` or `model.cuda()` stands in the loop over batches.
+Why it matters:
+    It does nothing after the first time, but walks over every parameter and buffer in Python to find that out: milliseconds for a large
+    model, in which the device waits.
+How to mend it:
+    Once, before the optimizer is made.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        model.cuda()  # <-
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, device="cuda")).square().mean().backward()
+        optimizer.step()
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, device="cuda")).square().mean().backward()
+        optimizer.step()
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for loop in program.step_loops:
+        inside = {id(event.node) for event in loop.events}
+        for event in loop.of("call"):
+            call = event.node
+            if not loop.always(event) or not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in ("to", "cuda"):
+                continue
+            model = call.func.value
+            origins = program.origins(event.source, model)
+            if "Module" in program.values.kinds(event.source, model) and "Loss" not in program.values.kinds(event.source, model) \
+                    and origins and all(isinstance(origin.node, ast.Call) and id(origin.node) not in inside for origin in origins):
+                yield RULE.finding(f"`{event.source.code(call)}` walks over every parameter in every step, to find that nothing is to be done", event.place,
+                                   f"{event.source.code(call)}  # once, before the optimizer is made")
+
+
+RULE = Rule("FL107", "model_moved_every_step", Severity.TIME, __doc__, look=look)

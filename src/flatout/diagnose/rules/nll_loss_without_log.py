@@ -1,0 +1,48 @@
+"""NLLLoss gets something that is no log-probability.
+
+What:
+    `nll_loss` (or `NLLLoss`) is given the output of a linear layer or of a softmax, not that of `log_softmax`.
+Why it matters:
+    It only picks the entry of the right class and negates it. On logits it can fall without end (the model learns to make every number
+    large); on probabilities its gradient vanishes exactly where the model is most wrong.
+How to mend it:
+    `F.log_softmax(output, dim=1)` before it, or `cross_entropy` in its place.
+Bad:
+    import torch
+    import torch.nn.functional as F
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    loss = F.nll_loss(model(torch.randn(8, 4)), torch.zeros(8, dtype=torch.long))  # <-
+Good:
+    import torch
+    import torch.nn.functional as F
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    loss = F.nll_loss(F.log_softmax(model(torch.randn(8, 4)), dim=1), torch.zeros(8, dtype=torch.long))
+Sources:
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.NLLLoss.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.rules.softmax_before_cross_entropy import ends_in, losses
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+
+WANTED = {"NLLLoss": "", "nll_loss": ""}
+WRONG = {"softmax", "sigmoid", "Linear", "Conv2d", "relu", "ReLU", "tanh", "Tanh"}
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for source, call, name in losses(program, WANTED):
+        made = ends_in(program, source, call.args[0]) if call.args else {""}
+        if made <= WRONG:
+            yield RULE.finding(f"{name} wants log-probabilities, and `{source.code(call.args[0])}` comes from {' or '.join(sorted(made))}", source.place(call),
+                               f"torch.nn.functional.cross_entropy({', '.join(source.code(a) for a in call.args)})"
+                               if "softmax" not in made else "# log_softmax in place of softmax in the model's forward")
+
+
+RULE = Rule("FL018", "nll_loss_without_log", Severity.WRONG, __doc__, look=look)

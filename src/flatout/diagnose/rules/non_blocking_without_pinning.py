@@ -1,0 +1,64 @@
+"""A copy that is meant to run aside, from memory that cannot.
+
+What:
+    Batches are moved with `non_blocking=True`, and their loader has no `pin_memory=True`.
+Why it matters:
+    From pageable memory the driver must first copy to a pinned buffer of its own, and the host waits for that: `non_blocking=True`
+    changes next to nothing.
+How to mend it:
+    `DataLoader(..., pin_memory=True)`.
+Bad:
+    import torch
+    from torch.utils.data import DataLoader
+
+    model = torch.nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in DataLoader(torch.randn(64, 4), batch_size=8):
+        x = x.to("cuda", non_blocking=True)  # <-
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+Good:
+    import torch
+    from torch.utils.data import DataLoader
+
+    model = torch.nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in DataLoader(torch.randn(64, 4), batch_size=8, pin_memory=True):
+        x = x.to("cuda", non_blocking=True)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+Sources:
+    https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.rules.pinned_and_blocking import batches_moved, pins
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    if program.mentions("pin_memory"):
+        moved = [(event, loader) for event, loader in batches_moved(program) if pins(loader) is False and "collate_fn" not in _options(loader.node)]
+    else:
+        moved = list(batches_moved(program))
+    for event, loader in moved:
+        assert isinstance(event.node, ast.Call)
+        told = any(k.arg == "non_blocking" and isinstance(k.value, ast.Constant) and k.value.value is True for k in event.node.keywords)
+        if told and pins(loader) is False:
+            yield RULE.finding("`non_blocking=True` brings nothing here: the batch comes from a loader that does not pin its memory", event.place,
+                               f"{loader.source.code(loader.node)[:-1]}, pin_memory=True)", others=[loader.source.place(loader.node)])
+
+
+def _options(call: ast.AST) -> set[str | None]:
+    return {keyword.arg for keyword in call.keywords} if isinstance(call, ast.Call) else set()
+
+
+RULE = Rule("FL110", "non_blocking_without_pinning", Severity.TIME, __doc__, look=look, levers=("loader", "device_prefetch"))

@@ -1,0 +1,81 @@
+"""The model is run on a batch one sample at a time.
+
+What:
+    In the training loop, a `for` goes over the samples of a batch and calls the model on each.
+Why it matters:
+    A call on one sample costs nearly as much as one on many: the same kernels are launched, the same Python runs, and the device is
+    mostly idle. A batch of 64 takes up to 64 times as long.
+How to mend it:
+    Call the model once on the whole batch. Where samples differ in length, pad them; where a gradient of each is wanted, take
+    `torch.func.vmap`.
+Bad:
+    import torch
+    from torch.utils.data import DataLoader
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in DataLoader(torch.randn(64, 4), batch_size=8):
+        optimizer.zero_grad()
+        loss = 0
+        for i in range(x.size(0)):
+            loss = loss + model(x[i]).square().sum()  # <-
+        loss.backward()
+        optimizer.step()
+Good:
+    import torch
+    from torch.utils.data import DataLoader
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in DataLoader(torch.randn(64, 4), batch_size=8):
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+Sources:
+    https://docs.pytorch.org/docs/stable/func.html
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.flow import Event, StepLoop
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for loop in program.step_loops:
+        for event in loop.of("call"):
+            call = event.node
+            if not isinstance(call, ast.Call) or event.loops[-1] is loop.loop or len(call.args) != 1:
+                continue
+            kinds = program.values.kinds(event.source, call.func)
+            batch = _batch(event)
+            if "Module" in kinds and "Loss" not in kinds and batch is not None and _from_loader(program, loop, event, batch):
+                shown = event.source.code(call.func)
+                yield RULE.finding(f"`{shown}` is called on one sample of `{event.source.code(batch)}` after the other", event.place,
+                                   f"{shown}({event.source.code(batch)})  # once, for the whole batch", others=[event.source.place(event.loops[-1].node)])
+
+
+def _batch(event: Event) -> ast.expr | None:
+    """``x`` where the call takes ``x[i]``, or ``x[i].unsqueeze(0)``, and its innermost loop counts ``i`` over the length of x."""
+    around = event.loops[-1].node
+    given = event.node.args[0] if isinstance(event.node, ast.Call) else None
+    if isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr in ("unsqueeze", "view", "reshape"):
+        given = given.func.value
+    if not isinstance(given, ast.Subscript) or not isinstance(around, ast.For) or not isinstance(around.target, ast.Name):
+        return None
+    lengths = {f"range({form.format(ast.unparse(given.value))})" for form in ("{}.size(0)", "{}.shape[0]", "len({})")}
+    return given.value if ast.unparse(given.slice) == around.target.id and ast.unparse(around.iter) in lengths else None
+
+
+def _from_loader(program: Program, loop: StepLoop, event: Event, batch: ast.expr) -> bool:
+    """Whether a value is what the loop that trains gets from its loader, in which the first dimension counts samples."""
+    return "Tensor" in program.values.kinds(event.source, batch) and any(origin.node is loop.loop.node for origin in program.origins(event.source, batch))
+
+
+RULE = Rule("FL118", "one_sample_at_a_time", Severity.TIME, __doc__, look=look)

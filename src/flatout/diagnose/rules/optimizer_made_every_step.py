@@ -1,0 +1,68 @@
+"""A new optimizer in every step.
+
+What:
+    `torch.optim...(model.parameters())` stands inside the loop over batches.
+Why it matters:
+    Momentum, the averages of Adam and its bias correction live in the optimizer. A new one begins with none: Adam's every step is its
+    first (the sign of the gradient, at full learning rate), and a scheduler has nothing to hold on to.
+How to mend it:
+    Make it once, before the loop.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    for _ in range(100):
+        optimizer = torch.optim.Adam(model.parameters())  # <-
+        loss = model(torch.randn(8, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(100):
+        loss = model(torch.randn(8, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import OFTEN, found, habit, times_at_one_place
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for loop in program.step_loops:
+        made = [event for event in loop.of("call") if loop.always(event) and isinstance(event.node, ast.Call)]
+        for event in made:
+            call = event.node
+            if not isinstance(call, ast.Call) or ".optim." not in event.source.dotted(call.func) or "Optimizer" not in program.values.kinds(event.source, call):
+                continue
+            parameters = call.args[0] if call.args else None
+            if not isinstance(parameters, ast.Call) or not isinstance(parameters.func, ast.Attribute) or parameters.func.attr != "parameters":
+                continue
+            inside = {id(each.node) for each in loop.events}
+            models = program.origins(event.source, parameters.func.value)
+            if models and all(isinstance(origin.node, ast.Call) and id(origin.node) not in inside for origin in models):
+                yield RULE.finding("this optimizer is made anew in every step: it forgets its momentum and its averages", event.place,
+                                   f"{event.source.code(event.source.statement(call) or call)}  # once, before the loop")
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    _, _, places = habit(profile, "make_optimizer")
+    made = times_at_one_place(profile, "make_optimizer")
+    if places and made >= OFTEN:
+        yield found(RULE, f"this line has made {made} optimizers", places[0])
+
+
+RULE = Rule("FL027", "optimizer_made_every_step", Severity.WRONG, __doc__, look=look, judge=judge)

@@ -1,0 +1,106 @@
+"""The optimizer was made before the model got its parameters.
+
+What:
+    After `optimizer = Adam(model.parameters())` the name `model` gets another module, or one of its layers is replaced.
+Why it matters:
+    The optimizer holds the parameters that it was given. It goes on changing the old ones; the new ones get gradients and are never
+    moved. The replaced head of a fine-tuned network stays random.
+How to mend it:
+    Make the optimizer last. (`model.to(device)` in between is fine: it changes the parameters in place.)
+Bad:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[1] = torch.nn.Linear(8, 10)  # <-
+    for _ in range(100):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+Good:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    model[1] = torch.nn.Linear(8, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+from flatout.probe.script import Source
+
+WITHOUT_PARAMETERS = {"Identity", "ReLU", "Dropout", "Flatten", "Softmax", "Sigmoid", "Tanh", "MaxPool2d", "AvgPool2d", "AdaptiveAvgPool2d", "Sequential"}
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for source in program.sources:
+        for call in source.calls:
+            if "Optimizer" not in program.values.kinds(source, call) or program.values.origins(source, call)[0].node is not call or not call.args:
+                continue
+            model = _whose(call.args[0])
+            if model is not None:
+                yield from _replaced(program, source, call, model)
+
+
+def _whose(parameters: ast.AST) -> ast.Name | None:
+    """``model`` of ``model.parameters()``."""
+    if isinstance(parameters, ast.Call) and isinstance(parameters.func, ast.Attribute) and parameters.func.attr == "parameters" and not parameters.args:
+        return parameters.func.value if isinstance(parameters.func.value, ast.Name) else None
+    return None
+
+
+def _replaced(program: Program, source: Source, optimizer: ast.Call, model: ast.Name) -> Iterator[Finding]:
+    """Later statements of the same block that give the model other parameters, with no optimizer made after them."""
+    statement = source.statement(optimizer)
+    block = next((body for name in ("body", "orelse") if isinstance(body := getattr(source.parent(statement), name, None), list) and statement in body), None) \
+        if statement is not None else None
+    if block is None or statement is None:
+        return
+    rest = block[block.index(statement) + 1:]
+    if any(_takes_parameters(later, model.id) for later in rest):
+        return
+    for later in rest:
+        if isinstance(later, ast.Assign) and _gives_new_parameters(program, source, later, model):
+            yield RULE.finding(f"`{source.code(later.targets[0])}` gets new parameters here, which the optimizer of line {optimizer.lineno} does not have: "
+                               "they are never trained", source.place(later), f"{source.code(statement)}  # after this line", others=[source.place(optimizer)])
+            return
+
+
+def _takes_parameters(statement: ast.AST, model: str) -> bool:
+    """Whether a statement hands the model's parameters to somebody, or adds a group to an optimizer."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Attribute) and node.attr == "add_param_group":
+            return True
+        if isinstance(node, ast.Call):
+            owners = [_whose(each) for each in [*node.args, *(keyword.value for keyword in node.keywords)]]
+            if any(owner is not None and owner.id == model for owner in owners) and "clip" not in ast.unparse(node.func):
+                return True
+    return False
+
+
+def _gives_new_parameters(program: Program, source: Source, statement: ast.Assign, model: ast.Name) -> bool:
+    """Whether an assignment puts a new module, one with parameters, in the place of the model or of a part of it."""
+    root = statement.targets[0]
+    while isinstance(root, (ast.Attribute, ast.Subscript)):
+        root = root.value
+    value = statement.value
+    if not isinstance(root, ast.Name) or source.names.lookup(root) is not source.names.lookup(model) or not isinstance(value, ast.Call):
+        return False
+    if isinstance(value.func, ast.Attribute) and not source.dotted(value.func):
+        return False  # model = model.to(device)
+    made = program.values.kinds(source, value)
+    wrapped = any(isinstance(node, ast.Name) and node.id == model.id for argument in value.args for node in ast.walk(argument))
+    return "Module" in made and not made & WITHOUT_PARAMETERS and not wrapped
+
+
+RULE = Rule("FL020", "optimizer_of_another_model", Severity.WRONG, __doc__, look=look)

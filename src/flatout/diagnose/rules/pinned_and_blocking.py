@@ -1,0 +1,104 @@
+"""Pinned batches are copied with a wait.
+
+What:
+    The loader has `pin_memory=True`, and its batches are moved with `.to(device)` or `.cuda()` without `non_blocking=True`.
+Why it matters:
+    Pinning costs a copy in a thread of the loader. What it buys is that the copy to the device can run beside the host's work, and
+    without `non_blocking=True` the host waits for it all the same.
+How to mend it:
+    `x.to(device, non_blocking=True)`.
+Bad:
+    import torch
+    from torch.utils.data import DataLoader
+
+    model = torch.nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in DataLoader(torch.randn(64, 4), batch_size=8, pin_memory=True):
+        x = x.to("cuda")  # <-
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+Good:
+    import torch
+    from torch.utils.data import DataLoader
+
+    model = torch.nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in DataLoader(torch.randn(64, 4), batch_size=8, pin_memory=True):
+        x = x.to("cuda", non_blocking=True)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+Sources:
+    https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.flow import Event
+from flatout.probe.program import Program
+from flatout.probe.values import Origin, iterated
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for event, loader in batches_moved(program):
+        assert isinstance(event.node, ast.Call)
+        if pins(loader) is True and not non_blocking(event.node):
+            call = event.source.code(event.node)
+            told = call[:-1] + (", " if event.node.args or event.node.keywords else "") + "non_blocking=True)"
+            yield RULE.finding(f"the loader of line {loader.source.place(loader.node).line} pins its batches, and `{call}` waits for the copy all the same",
+                               event.place, told, others=[loader.source.place(loader.node)])
+
+
+def batches_moved(program: Program) -> Iterator[tuple[Event, Origin]]:
+    """Where a loop that trains moves a batch to a device, with the one loader that the batch comes from."""
+    for loop in program.step_loops:
+        if not isinstance(loop.loop.node, (ast.For, ast.AsyncFor)):
+            continue
+        loaders = program.origins(loop.source, iterated(loop.loop.node.iter))
+        if len(loaders) != 1 or not loaders[0].dotted.endswith("data.DataLoader"):
+            continue
+        for event in loop.of("call"):
+            call = event.node
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in ("to", "cuda") and not event.source.dotted(call.func):
+                origins = program.origins(event.source, call.func.value)
+                if origins and all(origin.node is loop.loop.node or _inside(origin.node, loop.loop.node) for origin in origins) and _to_device(call):
+                    yield event, loaders[0]
+
+
+def _inside(node: ast.AST, loop: ast.AST) -> bool:
+    """Whether a value is an entry of the loop's own variable: ``batch[0]``."""
+    return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and \
+        node.value.id in {each.id for each in ast.walk(getattr(loop, "target", node)) if isinstance(each, ast.Name)}
+
+
+def _to_device(call: ast.Call) -> bool:
+    """Whether a call moves at all: ``x.to(torch.float32)`` does not."""
+    first = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "device"), None)
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "cuda":
+        return True
+    return first is not None and "float" not in ast.unparse(first) and "long" not in ast.unparse(first) and "int" not in ast.unparse(first) \
+        and not (isinstance(first, ast.Constant) and first.value == "cpu")
+
+
+def pins(loader: Origin) -> bool | None:
+    """Whether a loader pins its batches; None where that is not written out."""
+    assert isinstance(loader.node, ast.Call)
+    options = {keyword.arg: keyword.value for keyword in loader.node.keywords}
+    if None in options or len(loader.node.args) > 7:
+        return None
+    given = options.get("pin_memory")
+    return False if given is None else bool(given.value) if isinstance(given, ast.Constant) else None
+
+
+def non_blocking(call: ast.Call) -> bool:
+    given = next((k.value for k in call.keywords if k.arg in ("non_blocking", None)), None)
+    return len(call.args) > 1 or (given is not None and not (isinstance(given, ast.Constant) and given.value is False))
+
+
+RULE = Rule("FL109", "pinned_and_blocking", Severity.TIME, __doc__, look=look, levers=("device_prefetch",))

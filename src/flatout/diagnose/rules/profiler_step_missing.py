@@ -1,0 +1,78 @@
+"""A profiler with a schedule that never hears of a step.
+
+What:
+    `torch.profiler.profile(schedule=...)` is used, and `prof.step()` is never called, or only after the loop.
+Why it matters:
+    The schedule counts calls of `step()`. Without them the profiler stays in its first phase: with `wait=1` it records nothing and
+    writes no trace; without waiting it records the whole run as one step and fills the memory.
+How to mend it:
+    `prof.step()` at the end of every pass of the loop.
+Bad:
+    import torch
+    from torch.profiler import profile, schedule
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with profile(schedule=schedule(wait=1, warmup=1, active=3)) as prof:  # <-
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+Good:
+    import torch
+    from torch.profiler import profile, schedule
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with profile(schedule=schedule(wait=1, warmup=1, active=3)) as prof:
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            prof.step()
+Sources:
+    https://docs.pytorch.org/docs/stable/profiler.html
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+from flatout.probe.script import Source
+
+
+def look(program: Program) -> Iterator[Finding]:
+    steps = [event for event in program.events if event.kind == "profiler_step"]
+    for source, call in program.calls("torch.profiler.profile"):
+        plan = next((keyword.value for keyword in call.keywords if keyword.arg == "schedule"), None)
+        if plan is None or isinstance(plan, ast.Constant) or any(keyword.arg is None for keyword in call.keywords):
+            continue
+        name = _name(source, call)
+        if any(event.loops for event in steps) or not name or _handed_on(program, source, name):
+            continue
+        where = f"`{name}.step()` runs only outside the loop, on line {steps[0].place.line}" if steps else f"`{name}.step()` is never called"
+        yield RULE.finding(f"{where}: the schedule of this profiler never moves on", source.place(call), f"{name}.step()  # at the end of the loop's body",
+                           others=[event.place for event in steps])
+
+
+def _name(source: Source, call: ast.Call) -> str:
+    """What the profiler is called."""
+    holder = source.parent(call)
+    target = holder.optional_vars if isinstance(holder, ast.withitem) else holder.targets[0] if isinstance(holder, ast.Assign) else None
+    return target.id if isinstance(target, ast.Name) else ""
+
+
+def _handed_on(program: Program, source: Source, name: str) -> bool:
+    """Whether a function that cannot be seen gets the profiler."""
+    for call in source.calls:
+        handed = [*call.args, *(keyword.value for keyword in call.keywords)]
+        if any(isinstance(each, ast.Name) and each.id == name for each in handed) and not program.functions_called(source, call):
+            return True
+    return False
+
+
+RULE = Rule("FL025", "profiler_step_missing", Severity.WRONG, __doc__, look=look)

@@ -1,0 +1,36 @@
+"""The model is compiled again and again.
+
+What:
+    torch.compile has made new graphs for a function that it had compiled already, because something it took for constant has changed: a shape, a
+    number, a module's attribute.
+Why it matters:
+    Each compilation takes seconds to minutes. After eight of them torch gives the function up and runs it plain.
+How to mend it:
+    torch.compile(model, dynamic=True), or torch._dynamo.mark_dynamic(tensor, 0) for the axis that changes; pad to a few lengths.
+Bad:
+    model = torch.compile(model, dynamic=False)
+Good:
+    model = torch.compile(model, dynamic=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import found
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+
+A_FEW = 2  # the first change of a size makes it dynamic; that is as it should be
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    seen = profile.compiled
+    if seen is None or seen.recompiles <= A_FEW:
+        return
+    yield found(RULE, f"{seen.recompiles} recompilations so far; compiling has taken {seen.ms / 1000:.1f} s", seen.places[0] if seen.places else None,
+                evidence=seen.reasons[:4], others=seen.places[1:])
+
+
+RULE = Rule("FL155", "recompiles", Severity.TIME, __doc__ or "", judge=judge)

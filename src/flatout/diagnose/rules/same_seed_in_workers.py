@@ -1,0 +1,100 @@
+"""A fixed seed inside the loader.
+
+What:
+    `__getitem__` or a `worker_init_fn` seeds a random generator with a number that is always the same.
+Why it matters:
+    In `__getitem__` every sample draws the same "random" augmentation. In `worker_init_fn` all workers draw the same numbers, and the
+    same ones again in every epoch. (Left alone, PyTorch gives each worker its own seeds for torch, random and NumPy, new ones every
+    epoch.)
+How to mend it:
+    Remove the line, or derive the seed from `torch.initial_seed()`, which differs between workers and epochs.
+Bad:
+    import random
+
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Noisy(Dataset):
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, index):
+            return torch.randn(4) * random.random()
+
+    def seed_worker(worker):
+        random.seed(0)  # <-
+
+    loader = DataLoader(Noisy(), batch_size=8, num_workers=2, worker_init_fn=seed_worker)
+Good:
+    import random
+
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Noisy(Dataset):
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, index):
+            return torch.randn(4) * random.random()
+
+    def seed_worker(worker):
+        random.seed(torch.initial_seed() % 2**32)
+
+    loader = DataLoader(Noisy(), batch_size=8, num_workers=2, worker_init_fn=seed_worker)
+Sources:
+    https://docs.pytorch.org/docs/stable/notes/randomness.html#dataloader; torch/utils/data/_utils/worker.py seeds NumPy, too
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+from flatout.probe.script import Source
+
+SEEDS = ("random.seed", "numpy.random.seed", "torch.manual_seed", "torch.random.manual_seed")
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for source, function, where in _in_workers(program):
+        own = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            if source.dotted(call.func) in SEEDS and call.args and _fixed(source, call.args[0], own):
+                yield RULE.finding(f"`{source.code(call)}` seeds with the same number {where}", source.place(call),
+                                   f"{source.code(call.func)}(torch.initial_seed() % 2**32)")
+
+
+def _in_workers(program: Program) -> Iterator[tuple[Source, ast.AST, str]]:
+    for source, klass in program.datasets_defined():
+        for method in klass.body:
+            if isinstance(method, ast.FunctionDef) and method.name == "__getitem__":
+                yield source, method, "for every sample"
+    for source, call in program.calls("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"):
+        for keyword in call.keywords:
+            if keyword.arg == "worker_init_fn":
+                if isinstance(keyword.value, ast.Lambda):
+                    yield source, keyword.value, "in every worker and every epoch"
+                for home, function in program.definitions(source, keyword.value):
+                    yield home, function, "in every worker and every epoch"
+
+
+def _fixed(source: Source, seed: ast.expr, own: set[str]) -> bool:
+    """A number, or a name of the module or of the program's options: nothing of the function's own and nothing that is called."""
+    if any(isinstance(node, ast.Call) for node in ast.walk(seed)):
+        return False
+    return all(_outer(source, name, own) for name in ast.walk(seed) if isinstance(name, ast.Name))
+
+
+def _outer(source: Source, name: ast.Name, own: set[str]) -> bool:
+    """Whether a name is set outside of the function, to something that is written out or imported."""
+    bindings = source.names.lookup(name)
+    if name.id in own or name.id == "self" or not bindings or name.id in source.names.at[id(name)].names:
+        return False
+    return all(binding.how in ("assign", "import") and not isinstance(binding.value, ast.Call) for binding in bindings)
+
+
+RULE = Rule("FL013", "same_seed_in_workers", Severity.WRONG, __doc__, look=look)

@@ -1,0 +1,61 @@
+"""The scaler is never updated.
+
+What:
+    `scaler.step(optimizer)` runs in the training loop, and `scaler.update()` never does.
+Why it matters:
+    `update` lowers the factor after an overflow and raises it again. Without it an enabled scaler raises "step() has already been
+    called since the last update()" in the second step; a disabled one (no GPU, or float32 by option) says nothing, so the fault waits
+    for the first run on a GPU.
+How to mend it:
+    `scaler.update()` directly after `scaler.step(optimizer)`; once a step, also with several optimizers.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", enabled=torch.cuda.is_available())
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)  # <-
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", enabled=torch.cuda.is_available())
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+Sources:
+    https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for loop in program.step_loops:
+        for step in loop.of("scaler_step"):
+            call = step.node
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            known = program.values.is_a(step.source, call.func.value, "GradScaler")
+            if known and not any(event.kind == "scaler_update" for event in [*loop.events, *loop.around]):
+                scaler = step.source.code(call.func.value)
+                yield RULE.finding(f"`{scaler}` steps and is never updated: with a GPU the second step raises, without one nothing is said", step.place,
+                                   f"{scaler}.update()  # after this line")
+
+
+RULE = Rule("FL301", "scaler_update_missing", Severity.FRAGILE, __doc__, look=look)

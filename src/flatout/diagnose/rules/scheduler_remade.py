@@ -1,0 +1,38 @@
+"""The scheduler is made anew while training.
+
+What:
+    A learning-rate scheduler is made again and again in the loop.
+Why it matters:
+    Each one begins at step zero, and takes the present rate for the initial one: the plan is never followed.
+How to mend it:
+    Make it once, before the loop.
+Bad:
+    for epoch in range(90):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+        train(model, optimizer)
+        scheduler.step()
+Good:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+    for epoch in range(90):
+        train(model, optimizer)
+        scheduler.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import OFTEN, found, habit, times_at_one_place
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    _, _, places = habit(profile, "make_scheduler")
+    made = times_at_one_place(profile, "make_scheduler")
+    if places and made >= OFTEN:
+        yield found(RULE, f"this line has made {made} schedulers", places[0])
+
+
+RULE = Rule("FL053", "scheduler_remade", Severity.WRONG, __doc__ or "", judge=judge)

@@ -1,0 +1,62 @@
+"""The random generator is set back in every pass of the training loop.
+
+What:
+    `torch.manual_seed(...)` with one fixed number runs inside the loop that trains, or in the loop over epochs.
+Why it matters:
+    Dropout masks, noise and the order of the data begin again at the same point: in every epoch, or every step, the "random" numbers
+    are the same ones.
+How to mend it:
+    Seed once, before the loops. Where passes must be repeatable one by one, seed with the pass: `torch.manual_seed(seed + epoch)`.
+Bad:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        torch.manual_seed(0)  # <-
+        optimizer.zero_grad()
+        model(torch.ones(8, 4)).square().mean().backward()
+        optimizer.step()
+Good:
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model(torch.ones(8, 4)).square().mean().backward()
+        optimizer.step()
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.flow import StepLoop
+from flatout.probe.program import Program
+
+SEEDS = ("torch.manual_seed", "torch.random.manual_seed", "torch.cuda.manual_seed", "torch.cuda.manual_seed_all")
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for loop in program.step_loops:
+        for event in [*loop.around, *loop.events]:
+            if event.kind == "call" and isinstance(event.node, ast.Call) and event.source.dotted(event.node.func) in SEEDS and event.node.args \
+                    and isinstance(event.node.args[0], ast.Constant) and not _new_run(program, loop, event.loops[-1].node):
+                yield RULE.finding(f"`{event.source.code(event.node)}` sets the random numbers back in every pass of the loop", event.place,
+                                   f"{event.source.code(event.node)}  # once, before the loops")
+
+
+def _new_run(program: Program, loop: StepLoop, around: ast.AST) -> bool:
+    """Whether the loop makes a model or an optimizer in each pass: then a pass is a training of its own (folds, settings to compare)."""
+    return any(event.kind == "call" and any(each.node is around for each in event.loops) and
+               {"Optimizer", "Module"} & program.values.kinds(event.source, event.node) and isinstance(event.node, ast.Call) and
+               program.origins(event.source, event.node)[0].node is event.node and "Tensor" not in program.values.kinds(event.source, event.node)
+               for event in [*loop.around, *loop.events])
+
+
+RULE = Rule("FL026", "seed_in_the_loop", Severity.WRONG, __doc__, look=look)

@@ -1,0 +1,40 @@
+"""Copies to the device stop the program.
+
+What:
+    Batches are copied to the device from memory that is not pinned, or the program waits for the copy.
+Why it matters:
+    A pageable copy goes through a buffer of the driver, at half the speed, and cannot overlap with anything.
+How to mend it:
+    DataLoader(..., pin_memory=True) and batch.to(device, non_blocking=True)
+Bad:
+    x = x.to(device)
+Good:
+    x = x.to(device, non_blocking=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import TIMED, bound, crossings, found, how, measured, said_ms, size, without
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    seen = [c for c in crossings(profile, "to device") if c.pinned is False or c.non_blocking is False]
+    total = sum(c.ms for c in seen)
+    what_if = bound(profile, "copies")
+    ratio = what_if or (None if measured(profile, "copies") else without(profile, total))
+    if profile.device == "cpu" or not seen or ratio is None:
+        return
+    first = seen[0]
+    kind = "pageable" if first.pinned is False else "blocking"
+    yield found(RULE, f"{kind} copies move {size(first.sized_bytes)} a {profile.unit} to the device in {said_ms(total)}", first.place,
+                evidence=[f"{c.place.sentence()}: pinned {c.pinned}, non_blocking {c.non_blocking}" for c in seen[:4] if c.place],
+                predicted=ratio, how=how("copies") if what_if else TIMED,
+                others=[c.place for c in seen[1:] if c.place])
+
+
+RULE = Rule("FL162", "slow_copies", Severity.TIME, __doc__ or "", judge=judge, levers=("device_prefetch", "loader", "resident_data"))

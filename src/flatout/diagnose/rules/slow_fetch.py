@@ -1,0 +1,46 @@
+"""Fetching a sample is slow, and this line is where the time goes.
+
+What:
+    The step waits for its loader, and most of the fetching is spent in one line of the data set or of the collate function.
+Why it matters:
+    That line runs once a sample, in Python. What it costs is paid again in each epoch.
+How to mend it:
+    Do it once, when the data set is made, or for the whole batch at once; or let workers do it meanwhile:
+    flatout tune --levers cached_prefix,batched_transforms,loader COMMAND...
+Bad:
+    class Images(Dataset):
+        def __getitem__(self, i):
+            return decode(self.files[i])
+Good:
+    class Images(Dataset):
+        def __init__(self, files):
+            self.images = [decode(file) for file in files]
+        def __getitem__(self, i):
+            return self.images[i]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flatout.diagnose.data_path import Cause, cause, how_known, worth
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import found, of_step
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    for loader in profile.loaders:
+        if cause(profile, loader) is not Cause.SLOW_FETCH or loader.slow_place is None:
+            continue
+        evidence = [f"waiting for data takes {of_step(profile, loader.wait_ms)}"]
+        if loader.fetch_ms is not None:
+            evidence.append(f"fetching a batch of {loader.batch_size} takes {loader.fetch_ms:.1f} ms, by {loader.workers} workers")
+        share = f"{100 * (loader.slow_share or 0):.0f} % of the time of fetching is spent in `{loader.slow_place.text}`"
+        yield found(RULE, share, loader.slow_place, evidence=evidence, predicted=worth(profile, loader), how=how_known(profile),
+                    others=[loader.place] if loader.place else [])
+
+
+RULE = Rule("FL161", "slow_fetch", Severity.TIME, __doc__ or "", judge=judge,
+            levers=("cached_prefix", "batched_transforms", "loader", "resident_data"))

@@ -1,0 +1,51 @@
+"""Each step takes longer than the one before.
+
+What:
+    The length of a step grows with the number of steps, beyond chance.
+Why it matters:
+    Something in the loop does work over everything that came before: a metric over all answers so far, a list that is searched, a graph that grows.
+How to mend it:
+    Update sums in place of computing over the whole history again.
+Bad:
+    answers.append(logits.detach())
+    accuracy = score(torch.cat(answers), torch.cat(labels))
+Good:
+    right += (logits.argmax(1) == target).sum()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import found, said_ms
+from flatout.measure.statistics import quantile
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+from flatout.plan.records import Ratio
+
+FEWEST = 24  # steps, in six blocks of four
+BLOCKS = 6
+GROWN = 1.15  # the last block over the first
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    medians = blocks(profile.step_ms_list)
+    if medians is None or medians != sorted(medians) or medians[-1] < GROWN * medians[0]:
+        return
+    ratio = medians[-1] / medians[0]
+    place = profile.leak.place if profile.leak is not None and profile.leak.leaking else None
+    said = f"a {profile.unit} took {said_ms(medians[0])} at first and takes {said_ms(medians[-1])} after {len(profile.step_ms_list)} of them"
+    yield found(RULE, said, place, evidence=["medians of equal blocks: " + ", ".join(said_ms(m) for m in medians)],
+                predicted=Ratio(ratio, ratio, ratio, len(profile.step_ms_list)), how="the first steps against the last, of this run; it goes on growing")
+
+
+def blocks(times: Sequence[float]) -> list[float] | None:
+    """Medians of six equal blocks; in order by chance once in 720 times. None where there are too few steps."""
+    if len(times) < FEWEST:
+        return None
+    length = len(times) // BLOCKS
+    return [quantile(sorted(times[at * length : (at + 1) * length]), 0.5) for at in range(BLOCKS)]
+
+
+RULE = Rule("FL170", "slowing_down", Severity.TIME, __doc__ or "", judge=judge)

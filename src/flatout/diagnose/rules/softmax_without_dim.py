@@ -1,0 +1,45 @@
+"""A softmax over an unnamed dimension.
+
+What:
+    `F.softmax(x)`, `F.log_softmax(x)`, `torch.nn.Softmax()` or `torch.nn.LogSoftmax()` without `dim`.
+Why it matters:
+    PyTorch then chooses by the number of dimensions: 0 for one or three, 1 for two and four. With one dimension more in the input the
+    probabilities run over another axis, with no error. It warns, and the implicit choice is to be removed.
+How to mend it:
+    `dim=1` for class scores of a batch, `dim=-1` for the last dimension.
+Bad:
+    import torch
+    import torch.nn.functional as F
+
+    probabilities = F.softmax(torch.randn(8, 4))  # <-
+Good:
+    import torch
+    import torch.nn.functional as F
+
+    probabilities = F.softmax(torch.randn(8, 4), dim=1)
+Sources:
+    torch/nn/functional.py, _get_softmax_dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+
+FUNCTIONS = ("torch.nn.functional.softmax", "torch.nn.functional.log_softmax", "torch.nn.functional.softmin")
+MODULES = ("torch.nn.Softmax", "torch.nn.LogSoftmax", "torch.nn.Softmin")
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for names, before in ((FUNCTIONS, 1), (MODULES, 0)):
+        for source, call in program.calls(*names):
+            if len(call.args) <= before and not any(keyword.arg in ("dim", None) for keyword in call.keywords):
+                comma = ", " if call.args else ""
+                yield RULE.finding("PyTorch chooses the dimension by the number of dimensions: 0 for one or three, else 1", source.place(call),
+                                   f"{source.code(call)[:-1]}{comma}dim=-1)  # or dim=1")
+
+
+RULE = Rule("FL314", "softmax_without_dim", Severity.FRAGILE, __doc__, look=look)

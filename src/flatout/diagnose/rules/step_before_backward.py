@@ -1,0 +1,55 @@
+"""The optimizer steps before there are gradients.
+
+What:
+    In a cycle `zero_grad()` is followed by `step()`, and `backward()` comes last.
+Why it matters:
+    The step finds cleared gradients, and the ones that `backward()` makes afterwards are cleared again before the next step. Nothing is
+    learned.
+How to mend it:
+    The order of a cycle is `zero_grad`, forward, `backward`, `step`.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        optimizer.step()  # <-
+        loss.backward()
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for loop in program.step_loops:
+        steps = loop.of("step", "scaler_step")
+        zeros = loop.of("zero_grad")
+        if not loop.one_optimizer(program) or not zeros or not all(loop.always(event) for event in [*steps, *zeros, *loop.of("backward")]):
+            continue
+        order = [event for event in loop.events if event in steps or event.kind in ("backward", "zero_grad")]
+        first = next(event for event in order if event in steps)
+        at = order.index(first)
+        if all(event.kind != "backward" for event in order[:at]) and order[at - 1].kind == "zero_grad":
+            yield RULE.finding("the optimizer steps before the backward pass of this cycle, with gradients that were just cleared", first.place,
+                               f"{first.source.code(first.node)}  # after the backward pass", others=[loop.of("backward")[0].place])
+
+
+RULE = Rule("FL006", "step_before_backward", Severity.WRONG, __doc__, look=look)

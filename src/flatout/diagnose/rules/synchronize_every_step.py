@@ -1,0 +1,59 @@
+"""The device is waited for in every step.
+
+What:
+    `torch.cuda.synchronize()` runs in every step of the training loop.
+Why it matters:
+    The host stops until the device has done everything. It then has nothing queued, and idles while the next step is prepared: what
+    should run side by side runs one after the other.
+How to mend it:
+    Remove it. To time a part of the step use `torch.cuda.Event(enable_timing=True)`, or measure every hundredth step.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, device="cuda")).square().mean().backward()
+        optimizer.step()
+        torch.cuda.synchronize()  # <-
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, device="cuda")).square().mean().backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.flow import Event
+from flatout.probe.program import Program
+
+NAMES = ("torch.cuda.synchronize", "torch.accelerator.synchronize", "torch.cuda.current_stream().synchronize", "torch.mps.synchronize", "torch.xpu.synchronize")
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for event in every_step(program, *NAMES):
+        yield RULE.finding(f"`{event.source.code(event.node)}` makes the host wait for the device in every step", event.place,
+                           f"# remove {event.source.code(event.node)}, or time every hundredth step")
+
+
+def every_step(program: Program, *dotted: str) -> Iterator[Event]:
+    """The calls of one of these names that happen in every pass of a loop that trains."""
+    for loop in program.step_loops:
+        for event in loop.of("call"):
+            if loop.always(event) and isinstance(event.node, ast.Call) and event.source.dotted(event.node.func) in dotted:
+                yield event
+
+
+RULE = Rule("FL103", "synchronize_every_step", Severity.TIME, __doc__, look=look)

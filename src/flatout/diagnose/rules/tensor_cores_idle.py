@@ -1,0 +1,39 @@
+"""Tensor Cores have nothing to do.
+
+What:
+    The device has Tensor Cores, matrix products or convolutions take much of its time, and none of them used them.
+Why it matters:
+    Tensor Cores multiply matrices several times as fast: TF32 keeps float32's range, bf16 half its bytes.
+How to mend it:
+    torch.set_float32_matmul_precision("high"), or torch.autocast("cuda", torch.bfloat16); measured and guarded by
+    flatout tune --levers tf32,autocast COMMAND...
+Bad:
+    loss = criterion(model(x), y)
+Good:
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = criterion(model(x), y)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import found
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+
+MUCH = 0.1  # of the operators' time
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    able = sorted((o for o in profile.operations if o.tensor_cores is not None), key=lambda o: -o.share)
+    idle = [o for o in able if not o.tensor_cores]
+    share = sum(o.share for o in idle)
+    if not idle or any(o.tensor_cores for o in able) or share < MUCH:
+        return
+    yield found(RULE, f"operators that could use Tensor Cores take {100 * share:.0f} % of the device's time, and none does", idle[0].place,
+                evidence=[f"{o.name} {', '.join(o.dtypes)}: {100 * o.share:.0f} %" for o in idle[:4]])
+
+
+RULE = Rule("FL164", "tensor_cores_idle", Severity.TIME, __doc__ or "", judge=judge, levers=("tf32", "autocast"))

@@ -1,0 +1,42 @@
+"""Another number of threads is faster.
+
+What:
+    The step was measured with one thread fewer and one more, switched inside the running program, and one of them is faster.
+Why it matters:
+    Too few threads leave cores idle. Too many wait for each other at the end of every operator, and take cores from loader workers.
+How to mend it:
+    flatout tune --levers threads COMMAND...
+Bad:
+    torch.set_num_threads(64)
+Good:
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import bound, found, habit, how, measured
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+
+MUCH = 1.1  # less than this changes with what else the machine does
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    threads, cores = profile.settings.get("threads"), profile.settings.get("cores")
+    gains = [(ratio, name) for name in ("one thread fewer", "one thread more") if (ratio := bound(profile, name)) is not None and ratio.median >= MUCH]
+    _, _, places = habit(profile, "set_threads")
+    if threads and cores and int(threads) > int(cores) and not measured(profile, "one thread fewer"):
+        # So slow, often, that there was no time to measure it.
+        yield found(RULE, f"torch runs on {threads} threads, and the program may use {cores} cores", places[0] if places else None)
+    if not gains or not threads:
+        return
+    ratio, name = max(gains, key=lambda gain: gain[0].median)
+    other = max(1, int(threads) + 1 if name.endswith("more") else min(int(threads) - 1, int(cores or threads)))
+    yield found(RULE, f"torch runs on {threads} threads of {cores} cores; {other} are faster", places[0] if places else None,
+                evidence=[f"{name}: {ratio.sentence()}"], predicted=ratio, how=how(name))
+
+
+RULE = Rule("FL158", "thread_count", Severity.TIME, __doc__ or "", judge=judge, levers=("threads",))

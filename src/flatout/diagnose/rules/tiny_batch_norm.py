@@ -1,0 +1,49 @@
+"""Batch normalisation over very few samples.
+
+What:
+    The model has batch normalisation, and a forward pass sees four samples or fewer.
+Why it matters:
+    Mean and variance of so few values are mostly noise: training is unsteady, and the running statistics that evaluation uses fit neither.
+How to mend it:
+    torch.nn.GroupNorm(32, channels), a larger micro-batch, or SyncBatchNorm across ranks
+Bad:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    loader = DataLoader(data, batch_size=2)
+Good:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    loader = DataLoader(data, batch_size=2)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import found, habit
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+
+FEW = 4
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    layers = sum(count for name, count in (profile.settings.get("modules") or {}).items() if name.startswith("BatchNorm"))
+    samples = min(_samples(profile), default=None)
+    if not layers or samples is None or samples > FEW:
+        return
+    _, _, places = habit(profile, "forward")
+    yield found(RULE, f"{layers} batch normalisations see {samples} samples at a time", places[0] if places else None)
+
+
+def _samples(profile: ProfileRecord) -> Iterable[int]:
+    """The first axis of what was normalised, by the shapes of the operators: ``(2, 512) x (512,)``."""
+    for operation in profile.operations:
+        if "batch_norm" in operation.name and "backward" not in operation.name:
+            for shape in operation.shapes:
+                first = re.match(r"\((\d+),", shape)
+                if first:
+                    yield int(first[1])
+
+
+RULE = Rule("FL350", "tiny_batch_norm", Severity.FRAGILE, __doc__ or "", judge=judge)

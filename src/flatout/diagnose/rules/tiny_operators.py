@@ -1,0 +1,45 @@
+"""The step is many tiny operations.
+
+What:
+    The step calls so many operators that Python and the dispatcher cost more than their arithmetic.
+Why it matters:
+    An operator costs the host a few microseconds however little it computes. A thousand of them on single samples do the work of three on the batch.
+How to mend it:
+    Call the model on the whole batch in place of a loop over samples; torch.vmap where a function knows only single samples; or
+    flatout tune --levers compile,fused_ops COMMAND...
+Bad:
+    loss = sum(criterion(model(x[i]), y[i]) for i in range(len(x)))
+Good:
+    loss = criterion(model(x), y) * len(x)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import WORTH, found, said_ms
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+from flatout.plan.records import Ratio
+
+MANY = 1500  # operators a step; a network of a hundred layers makes about a thousand
+TINY_US = 60.0  # of one call, its callees included
+FLOOR_US = 5.0  # what a call costs that computes nothing
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    calls, each_us, step = profile.operators_a_step, profile.operator_us, profile.step_ms
+    if not calls or not step or calls < MANY or each_us is None or each_us > TINY_US or profile.bound not in ("python", "launch"):
+        return
+    idle_ms = calls * FLOOR_US / 1000 + (profile.python_ms or 0.0)
+    ratio = step / max(step - min(idle_ms, 0.9 * step), 0.1 * step)
+    busiest = max((o for o in profile.operations if o.place), key=lambda o: o.calls, default=None)
+    evidence = [f"{o.name}: {o.calls:.0f} calls, {said_ms(o.host_ms)}" for o in sorted(profile.operations, key=lambda o: -o.calls)[:4]]
+    if ratio >= WORTH:
+        yield found(RULE, f"a {profile.unit} of {said_ms(step)} calls {calls:.0f} operators of {each_us:.0f} us each", busiest.place if busiest else None,
+                    evidence=[profile.bound_why, *evidence] if profile.bound_why else evidence, predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)),
+                    how=f"estimate: the host's time outside of arithmetic, {FLOOR_US:g} us an operator")
+
+
+RULE = Rule("FL153", "tiny_operators", Severity.TIME, __doc__ or "", judge=judge, levers=("compile", "fused_ops"))

@@ -1,0 +1,38 @@
+"""More loader workers than the machine has cores for.
+
+What:
+    The loader was given several workers for each core.
+Why it matters:
+    Workers beyond the cores push each other and the program aside, and each of them holds memory and batches of its own.
+How to mend it:
+    flatout tune --levers loader COMMAND...
+Bad:
+    loader = DataLoader(data, batch_size=64, num_workers=64)
+Good:
+    loader = DataLoader(data, batch_size=64, num_workers=len(os.sched_getaffinity(0)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flatout.diagnose.data_path import crowded, how_known, worth
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import found, of_step, size
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    for loader in profile.loaders:
+        if not crowded(profile, loader):
+            continue
+        # torch itself warns from one worker a core on; what it costs is said where it was measured.
+        evidence = [f"waiting for data takes {of_step(profile, loader.wait_ms)}"]
+        if loader.worker_bytes:
+            evidence.append(f"the workers hold {size(loader.worker_bytes)} of their own")
+        yield found(RULE, f"{loader.workers} workers share {profile.settings.get('cores')} cores with the program", loader.place, evidence=evidence,
+                    predicted=worth(profile, loader), how=how_known(profile))
+
+
+RULE = Rule("FL166", "too_many_workers", Severity.TIME, __doc__ or "", judge=judge, levers=("loader",))

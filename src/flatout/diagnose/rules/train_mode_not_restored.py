@@ -1,0 +1,85 @@
+"""After the first evaluation the model stays in evaluation mode.
+
+What:
+    Inside the loop that trains, or a loop around it, `model.eval()` is called, and `model.train()` never is in that loop.
+Why it matters:
+    From the second epoch on (or the first evaluation on) Dropout drops nothing and BatchNorm uses frozen statistics while the weights
+    go on changing. The model overfits, or diverges, and no error is raised.
+How to mend it:
+    `model.train()` at the start of every epoch, or directly after the evaluation.
+Bad:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.train()
+    for epoch in range(10):
+        for _ in range(100):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        model.eval()  # <-
+        with torch.no_grad():
+            print(model(torch.randn(8, 4)).square().mean())
+Good:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(10):
+        model.train()
+        for _ in range(100):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            print(model(torch.randn(8, 4)).square().mean())
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.diagnose.seen import found, habit
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord
+from flatout.probe.flow import Event
+from flatout.probe.program import Program
+
+DIFFERENT = ("Dropout", "BatchNorm", "AlphaDropout", "SyncBatchNorm", "RReLU", "InstanceNorm")
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for loop in program.step_loops:
+        inside = [*loop.around, *loop.events]
+        if any(event.kind == "train" for event in inside):
+            continue
+        for event in inside:
+            if event.kind == "eval" and event.subject is not None and _is_trained(program, event, loop.events):
+                name = event.source.code(event.subject)
+                yield RULE.finding(f"`{name}` is put into evaluation mode in every pass of this loop, and never back into training mode", event.place,
+                                   f"{name}.train()  # at the start of the pass", others=[loop.source.place(loop.loop.node)])
+
+
+def _is_trained(program: Program, event: Event, training: list[Event]) -> bool:
+    """Whether the loop that trains calls that very module, with gradients: an average of the weights is only ever evaluated."""
+    assert event.subject is not None
+    return any(isinstance(call.node, ast.Call) and call.kind == "call" and not any(call.within("torch.no_grad", "torch.inference_mode"))
+               and program.values.same(call.source, call.node.func, event.source, event.subject) for call in training)
+
+
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    modes, modules = profile.settings.get("training") or {}, profile.settings.get("modules") or {}
+    asleep = int(modes.get("eval") or modes.get("False") or 0)
+    awake = int(modes.get("train") or modes.get("True") or 0)
+    concerned = [name for name in modules if name.startswith(DIFFERENT)]
+    if not asleep or awake or not concerned:  # parts that are frozen on purpose stand beside others that are not
+        return
+    _, _, places = habit(profile, "forward")
+    yield found(RULE, f"all {asleep} modules are in evaluation mode while they train, {', '.join(concerned)} among them", places[0] if places else None)
+
+
+RULE = Rule("FL016", "train_mode_not_restored", Severity.WRONG, __doc__, look=look, judge=judge)

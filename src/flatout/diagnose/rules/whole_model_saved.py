@@ -1,0 +1,41 @@
+"""A model is saved as an object, not as its weights.
+
+What:
+    `torch.save(model, path)` is given the module itself.
+Why it matters:
+    The file holds a pickle that names your classes and files. Rename, move or change them, and it does not load any more. Since torch
+    2.6 `torch.load` refuses it unless `weights_only=False` is given, which lets a file run any code.
+How to mend it:
+    `torch.save(model.state_dict(), path)`, and `model.load_state_dict(torch.load(path))` on a model that the code has made.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    torch.save(model, "model.pt")  # <-
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    torch.save(model.state_dict(), "model.pt")
+Sources:
+    https://docs.pytorch.org/docs/stable/notes/serialization.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for source, call in program.calls("torch.save"):
+        if call.args and "Module" in (kinds := program.values.kinds(source, call.args[0])) and not kinds & {"dict", "list", "Tensor"}:
+            told = ", ".join([f"{source.code(call.args[0])}.state_dict()", *(source.code(each) for each in [*call.args[1:], *call.keywords])])
+            yield RULE.finding(f"`{source.code(call.args[0])}` is saved as an object: the file breaks when a class is renamed, and loads only with "
+                               "weights_only=False", source.place(call), f"torch.save({told})")
+
+
+RULE = Rule("FL302", "whole_model_saved", Severity.FRAGILE, __doc__, look=look)

@@ -1,0 +1,82 @@
+"""Gradients are never cleared.
+
+What:
+    A training loop calls `loss.backward()` and `optimizer.step()`, and nothing ever clears the gradients.
+Why it matters:
+    `backward()` adds to what is in `.grad`. Each step then follows the sum of all gradients since the first one: the longer the run,
+    the larger and the staler the step. The loss may even fall for a while, so nobody looks.
+How to mend it:
+    Call `optimizer.zero_grad()` once in every cycle, before the first `backward()` of that cycle or after `step()`.
+Bad:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        x = torch.randn(8, 4)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()  # <-
+Good:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        x = torch.randn(8, 4)
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+Sources:
+    https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.plan.findings import Finding, Severity
+from flatout.probe.flow import Event, StepLoop
+from flatout.probe.program import Program
+
+
+def look(program: Program) -> Iterator[Finding]:
+    for loop, step in uncleared(program):
+        if not [event for event in [*loop.around, *loop.apart] if event.kind == "zero_grad"]:
+            name = step.source.code(step.subject) if step.subject is not None else "optimizer"
+            yield RULE.finding(f"`{name}` steps here, and its gradients are never cleared: each step follows the sum of all gradients so far", step.place,
+                               f"{name}.zero_grad()  # before the forward pass of every cycle")
+
+
+def uncleared(program: Program) -> Iterator[tuple[StepLoop, Event]]:
+    """The steps in whose loop nothing clears the gradients that they use."""
+    for loop in program.step_loops:
+        calls = [event for event in loop.of("call") if isinstance(event.node, ast.Call)]
+        if any(event.source.dotted(event.node.func) == "torch.autograd.grad" for event in calls if isinstance(event.node, ast.Call)):
+            continue
+        for step in loop.of("step", "scaler_step"):
+            if step.subject is None or any(loop.zeroes(program, zero, step) is not False for zero in loop.of("zero_grad")):
+                continue
+            if not any(handed_over(program, event, step) for event in calls) and not _made_inside(program, loop, step):
+                yield loop, step
+
+
+def handed_over(program: Program, event: Event, step: Event) -> bool:
+    """Whether a function that cannot be seen gets the optimizer: it may clear its gradients."""
+    assert isinstance(event.node, ast.Call)
+    if program.functions_called(event.source, event.node) or step.subject is None:
+        return False
+    handed = [*event.node.args, *(keyword.value for keyword in event.node.keywords)]
+    return any(program.values.same(event.source, each, step.source, step.subject) for each in handed)
+
+
+def _made_inside(program: Program, loop: StepLoop, step: Event) -> bool:
+    assert step.subject is not None
+    inside = {id(node) for node in ast.walk(loop.loop.node)}
+    return any(id(origin.node) in inside for origin in program.origins(step.source, step.subject))
+
+
+RULE = Rule("FL001", "zero_grad_missing", Severity.WRONG, __doc__, look=look)

@@ -1,0 +1,98 @@
+"""What judges ask of a profile: was a gain measured, is it worth a word, what would calls that were timed bring.
+
+A gain below WORTH is not worth a person's time, and one whose interval reaches down to 1 is not told from the noise: neither is a finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from flatout.plan.findings import Finding, Place
+from flatout.plan.profile import Crossing, ProfileRecord
+from flatout.plan.records import Ratio
+
+if TYPE_CHECKING:
+    from flatout.diagnose.rule import Rule
+
+WORTH = 1.05
+OFTEN = 3  # so often at one line is a habit
+BOUND = {"loader": "the same batches again and again, without the loader", "copies": "batches that lie on the device already",
+         "optimizer": "an optimizer that does nothing", "syncs": "values that are not waited for", "logging": "without printing, logging and saving",
+         "gc": "with the garbage collector off", "one thread fewer": "with one thread fewer", "one thread more": "with one thread more"}
+TIMED = "these calls left out of the step, by their own time"
+
+
+def bound(profile: ProfileRecord, name: str) -> Ratio | None:
+    """What the what-if of this name would bring; None where it was not measured, is noise, or is not worth a word."""
+    ratio = next((w.ratio for w in profile.what_ifs if w.name == name), None)
+    return ratio if ratio is not None and ratio.certain and ratio.median >= WORTH else None
+
+
+def measured(profile: ProfileRecord, name: str) -> bool:
+    return any(w.name == name and w.ratio is not None for w in profile.what_ifs)
+
+
+def how(name: str) -> str:
+    return f"what-if: {BOUND.get(name, name)}"
+
+
+def without(profile: ProfileRecord, ms: float | None) -> Ratio | None:
+    """The step without calls of ``ms``, where that is worth a word. Their time was measured; that nothing else would wait instead was not."""
+    step = profile.step_ms
+    if not ms or not step or ms <= 0:
+        return None
+    ratio = step / max(step - ms, 0.05 * step)
+    return Ratio(ratio, ratio, ratio, max(1, profile.steps)) if ratio >= WORTH else None
+
+
+def found(rule: Rule, said: str, place: Place | None = None, *, evidence: Iterable[str] = (), mend: str = "", predicted: Ratio | None = None, how: str = "",
+          others: Sequence[Place] = (), levers: Sequence[str] | None = None) -> Finding:
+    return Finding(rule.code, rule.name, rule.severity.value, said, place, list(evidence), mend or _unwrapped(rule.section("How to mend it")),
+                   list(rule.levers if levers is None else levers), predicted, how if predicted else "", None, list(others))
+
+
+def _unwrapped(text: str) -> str:
+    """Prose in one line; a command keeps a line of its own."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if lines and not line.startswith("flatout ") and not lines[-1].startswith("flatout "):
+            lines[-1] += f" {line}"
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def habit(profile: ProfileRecord, name: str) -> tuple[float, float, list[Place]]:
+    """Calls a step, milliseconds a step and places of what was counted under this name; zeros where nothing was."""
+    seen: Any = profile.events.get(name) or {}
+    places = [Place.from_json(place) if isinstance(place, dict) else place for place in seen.get("places", ())]
+    return float(seen.get("calls") or 0), float(seen.get("ms") or 0), places
+
+
+def times_at_one_place(profile: ProfileRecord, name: str) -> int:
+    """How often the busiest line has done it, over the whole run."""
+    return int((profile.events.get(name) or {}).get("most") or 0)
+
+
+def crossings(profile: ProfileRecord, *kinds: str) -> list[Crossing]:
+    """Those of these kinds, the dearest first."""
+    return sorted((c for c in profile.crossings if c.kind in kinds), key=lambda c: -c.ms)
+
+
+def said_ms(ms: float) -> str:
+    return f"{ms:.0f} ms" if ms >= 100 else f"{ms:.1f} ms" if ms >= 1 else f"{1000 * ms:.0f} us"
+
+
+def of_step(profile: ProfileRecord, ms: float) -> str:
+    """``3.1 ms of a step of 9.8 ms (32 %)``"""
+    if not profile.step_ms:
+        return said_ms(ms)
+    return f"{said_ms(ms)} of a {profile.unit} of {said_ms(profile.step_ms)} ({100 * ms / profile.step_ms:.0f} %)"
+
+
+def size(count_bytes: float) -> str:
+    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if abs(count_bytes) >= 1024**power:
+            return f"{count_bytes / 1024**power:.1f} {name}"
+    return f"{count_bytes:.0f} bytes"

@@ -1,0 +1,70 @@
+"""Choosing rules, hiding them by comments, and the order of what is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.diagnose.check import check
+from flatout.diagnose.rules import TABLE
+from flatout.plan.errors import UsageError
+from flatout.probe.program import Program
+
+SAVES = 'import torch\nmodel = torch.nn.Linear(4, 1)\ntorch.save(model, "a.pt"){}\nx = torch.load("a.pt", weights_only=False){}\n'
+
+
+def codes(text: str, **options) -> list[str]:
+    return [finding.rule for finding in check(Program.of_text(text), **options)]
+
+
+def test_without_comments_both_are_found():
+    assert codes(SAVES.format("", "")) == ["FL302", "FL304"]
+
+
+@pytest.mark.parametrize(
+    ("comments", "left"),
+    [
+        (("  # flatout: ignore FL302", ""), ["FL304"]),
+        (("  # flatout: ignore fl302", ""), ["FL304"]),
+        (("  # flatout: ignore", "  # flatout: ignore FL304, FL302"), ["FL349"][:0]),
+        (("  # flatout: ignore FL304", ""), ["FL302", "FL304", "FL349"]),
+        (("  # flatout: ignore FL999", ""), ["FL302", "FL304", "FL349"]),
+        (("\n# flatout: ignore FL304", ""), ["FL302"]),
+        (("  # flatout: ignored some day", ""), ["FL302", "FL304"]),
+        (("; s = '# flatout: ignore FL302'", ""), ["FL302", "FL304"]),
+    ],
+    ids=["code", "small letters", "all, and a list", "another code", "unknown code", "line above", "another word", "in a string"],
+)
+def test_comments_hide_what_they_name(comments, left):
+    assert sorted(codes(SAVES.format(*comments))) == left
+
+
+def test_a_comment_that_hides_nothing_is_told_only_where_its_rule_was_asked_for():
+    text = "import torch  # flatout: ignore FL302\n"
+    assert codes(text) == ["FL349"]
+    assert codes(text, select=["FL304", "FL349"]) == []
+    assert codes(text, ignore=["FL349"]) == []
+
+
+def test_select_and_ignore_take_beginnings_of_codes():
+    text = SAVES.format("", "")
+    assert codes(text, select=["FL3"]) == ["FL302", "FL304"]
+    assert codes(text, select=["FL0", "FL304"]) == ["FL304"]
+    assert codes(text, ignore=["FL30"]) == []
+    with pytest.raises(UsageError, match="FL9"):
+        codes(text, select=["FL9"])
+
+
+def test_worst_first_then_by_line():
+    text = "\n\n".join(rule.section("Bad").replace("# <-", "") for rule in TABLE if rule.code in ("FL304", "FL001", "FL104", "FL203"))
+    found = check(Program.of_text(text))
+    kinds = ["wrong result", "wasted time", "wasted memory", "fragile"]
+    assert [f.severity for f in found] == sorted((f.severity for f in found), key=kinds.index)
+    assert {f.severity for f in found} == set(kinds)
+
+
+def test_the_mend_of_a_finding_names_the_users_own_things():
+    text = "import torch\nnet = torch.nn.Linear(4, 1)\nsgd = torch.optim.SGD(net.parameters(), lr=0.1)\nfor i in range(9):\n" \
+           "    net(torch.randn(2, 4)).sum().backward()\n    sgd.step()\n"
+    (finding,) = check(Program.of_text(text))
+    assert (finding.rule, finding.place.line, finding.place.column, finding.place.text) == ("FL001", 6, 5, "sgd.step()")
+    assert finding.mend.startswith("sgd.zero_grad()")

@@ -1,0 +1,69 @@
+"""Every rule on its own page: it names the marked lines of Bad and no other, and stays silent on Good and on the programs of all others."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+
+from flatout.diagnose.check import check
+from flatout.diagnose.rule import SECTIONS, Rule
+from flatout.diagnose.rules import TABLE
+from flatout.plan.findings import Severity
+from flatout.probe.program import Program
+
+STATIC = [rule for rule in TABLE if rule.look is not None]
+NUMBERS = {Severity.WRONG: range(1, 100), Severity.TIME: range(101, 200), Severity.MEMORY: range(201, 300), Severity.FRAGILE: range(301, 400)}
+# Bad programs in which more than one thing is wrong: what else may be said of them.
+ALSO: dict[str, set[str]] = {"FL307": {"FL115"}}
+
+
+@cache
+def found(code: str) -> tuple[tuple[str, int], ...]:
+    """Every (rule, line) that is found in a program of a page."""
+    return tuple((f.rule, f.place.line) for f in check(Program.of_text(code)) if f.place is not None)
+
+
+def marked(code: str) -> list[int]:
+    return [number for number, line in enumerate(code.splitlines(), 1) if line.rstrip().endswith("# <-")]
+
+
+@pytest.mark.parametrize("rule", STATIC, ids=lambda rule: rule.code)
+def test_bad_is_found_on_its_lines(rule: Rule):
+    code = rule.section("Bad")
+    assert marked(code), "mark the line"
+    assert [line for name, line in found(code) if name == rule.code] == marked(code)
+
+
+@pytest.mark.parametrize("rule", STATIC, ids=lambda rule: rule.code)
+def test_good_is_clean(rule: Rule):
+    assert found(rule.section("Good")) == ()
+
+
+@pytest.mark.parametrize("rule", STATIC, ids=lambda rule: rule.code)
+def test_nothing_else_is_found_in_bad(rule: Rule):
+    assert {name for name, _ in found(rule.section("Bad"))} == {rule.code} | ALSO.get(rule.code, set())
+
+
+@pytest.mark.parametrize("rule", TABLE, ids=lambda rule: rule.code)
+def test_page_is_whole(rule: Rule):
+    assert 0 < len(rule.title) < 90
+    assert not rule.page.startswith("\n")
+    for name in SECTIONS[:-1] if rule.look is not None else SECTIONS[:3]:
+        assert rule.section(name), f"{rule.code} has no section {name}"
+    headings = re.findall(r"^(\w[\w ]*):$", rule.page, re.MULTILINE)
+    assert headings == [name for name in SECTIONS if name in headings], "sections are in their order, and no other is there"
+
+
+def test_table_is_in_order_and_without_doubles():
+    codes = [rule.code for rule in TABLE]
+    assert codes == sorted(set(codes))
+    assert len({rule.name for rule in TABLE}) == len(TABLE)
+
+
+@pytest.mark.parametrize("rule", TABLE, ids=lambda rule: rule.code)
+def test_code_says_the_severity(rule: Rule):
+    assert re.fullmatch(r"FL\d{3}", rule.code)
+    assert int(rule.code[2:]) in NUMBERS[rule.severity]
+    assert rule.look or rule.judge

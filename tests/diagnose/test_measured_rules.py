@@ -1,0 +1,134 @@
+"""Every measured rule: it sees its own fault, first, in the right line; it is silent over a healthy program and over what is only noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from profiles import GAIN, ILL, NO_GAIN, Place, event, healthy, loader, settings, what_ifs
+
+from flatout.diagnose.ranking import judge, ranked
+from flatout.diagnose.rules import TABLE
+from flatout.levers import TABLE as LEVERS
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.profile import ProfileRecord, WhatIf
+from flatout.plan.records import Ratio
+
+MEASURED = [rule for rule in TABLE if rule.judge is not None]
+
+
+def test_every_measured_rule_has_its_ill_profile():
+    assert {rule.name for rule in MEASURED} == set(ILL)
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_the_fault_is_named_first_with_its_line(name):
+    changes, place = ILL[name]
+    findings = judge(healthy(**changes), TABLE)
+    assert findings, f"{name} sees nothing"
+    assert findings[0].name == name
+    assert findings[0].place == place
+    assert findings[0].said
+    assert findings[0].mend
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_the_profile_survives_its_file(name):
+    """What is judged is often read from disk: the verdict must be the same."""
+    record = healthy(**ILL[name][0])
+    again = ProfileRecord.from_json(record.to_json())
+    assert [f.to_json() for f in judge(again, TABLE)] == [f.to_json() for f in judge(record, TABLE)]
+
+
+def test_a_healthy_program_has_no_findings():
+    assert judge(healthy(), TABLE) == []
+
+
+def test_an_empty_profile_has_no_findings():
+    """What was not looked at is no fault."""
+    assert judge(ProfileRecord([], ""), TABLE) == []
+
+
+@pytest.mark.parametrize("name", ["data_wait", "slow_fetch", "loader_made_in_loop", "workers_not_kept", "optimizer_share", "thread_count"])
+def test_a_gain_within_the_noise_is_no_finding(name):
+    record = healthy(**ILL[name][0])
+    record.what_ifs = [WhatIf(w.name, Ratio(1.4, 0.99, 1.9, 20) if w.ratio == GAIN else w.ratio) for w in record.what_ifs]
+    assert judge(record, TABLE) == []
+
+
+def test_a_gain_too_small_for_a_word_is_no_finding():
+    assert judge(healthy(what_ifs=what_ifs(loader=Ratio(1.08, 1.06, 1.09, 20)), loaders=loader(wait_ms=0.3)), TABLE) == []
+
+
+def test_validation_loaders_are_not_blamed_for_the_training_loader():
+    (slow,) = loader(wait_ms=4.0)
+    other = dataclasses.replace(slow, wait_ms=0.1, place=Place("train.py", 31))
+    findings = judge(healthy(what_ifs=what_ifs(loader=GAIN), loaders=[other, slow]), TABLE)
+    assert [f.place for f in findings] == [slow.place]
+
+
+def test_three_loaders_from_one_place_are_not_remade_ones():
+    """A function that makes the loaders for training, validation and test is one place that makes three."""
+    findings = judge(healthy(what_ifs=what_ifs(loader=GAIN), loaders=loader(wait_ms=4.0, made=3, begun=12)), TABLE)
+    assert [f.name for f in findings] == ["data_wait"]
+
+
+def test_a_fused_optimizer_is_left_in_peace():
+    assert judge(healthy(what_ifs=what_ifs(optimizer=GAIN)), TABLE) == []
+
+
+def test_frozen_parts_may_be_in_evaluation_mode():
+    assert judge(healthy(settings=settings(training={"train": 5, "eval": 40})), TABLE) == []
+
+
+def test_a_dynamic_shape_is_not_a_habit():
+    from flatout.plan.profile import Compiled
+
+    assert judge(healthy(compiled=Compiled(3, 2, 0)), TABLE) == []
+
+
+def test_one_fault_seen_twice_is_said_once():
+    """A wait for values inside a loop of tiny operators: the narrower rule speaks."""
+    wide, narrow = dict(ILL["tiny_operators"][0]), ILL["host_sync_every_step"][0]
+    names = [f.name for f in judge(healthy(**{**wide, **narrow}), TABLE)]
+    assert "host_sync_every_step" in names
+    assert "tiny_operators" not in names
+
+
+def test_wrong_results_come_before_wasted_time():
+    changes = {**ILL["data_wait"][0], "events": {"loss_not_finite": event()}}
+    assert [f.name for f in judge(healthy(**changes), TABLE)] == ["not_finite", "data_wait"]
+
+
+def test_larger_gains_come_first_within_a_severity():
+    def finding(name, gain):
+        return Finding("FL1", name, Severity.TIME.value, "", predicted=None if gain is None else Ratio(gain, gain, gain, 5))
+
+    assert [f.name for f in ranked([finding("a", None), finding("b", 1.2), finding("c", 2.0)])] == ["c", "b", "a"]
+
+
+@pytest.mark.parametrize("rule", MEASURED, ids=lambda rule: rule.code)
+def test_levers_of_rules_exist_and_codes_are_in_their_range(rule):
+    assert set(rule.levers) <= {lever.name for lever in LEVERS}
+    hundred = {Severity.WRONG: "0", Severity.TIME: "1", Severity.MEMORY: "2", Severity.FRAGILE: "3"}[rule.severity]
+    assert re.fullmatch(rf"FL{hundred}\d\d", rule.code)
+
+
+def test_the_noise_of_the_healthy_program_is_in_its_what_ifs():
+    """Guards the fixture itself: a what-if that is certain would make the tests above easy."""
+    assert [w.name for w in healthy().what_ifs if w.ratio and w.ratio.certain] == ["optimizer"]
+    assert not NO_GAIN.certain
+
+
+def test_two_optimizers_from_one_line_are_not_remade_ones():
+    """A function that makes the optimizers of a generator and of a discriminator."""
+    assert judge(healthy(events={"make_optimizer": event(most=2)}), TABLE) == []
+
+
+def test_more_threads_than_cores_need_no_what_if():
+    """With so many a step may take so long that there is no time for one."""
+    record = healthy(settings=settings(threads=24), what_ifs=[WhatIf("one thread fewer", why_not="there was no time to measure it")])
+    assert [f.name for f in judge(record, TABLE)] == ["thread_count"]
+    record.what_ifs = [WhatIf("one thread fewer", NO_GAIN)]
+    assert judge(record, TABLE) == []

@@ -1,0 +1,45 @@
+"""The zoo of small ill programs: both texts of each are programs, and `flatout check` is right about them. bench/zoo.py runs them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flatout.diagnose.check import check
+from flatout.diagnose.rules import TABLE
+from flatout.probe.program import Program
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from specimens import ZOO, read_specimen
+
+SPECIMENS = {path.stem: read_specimen(path) for path in sorted(ZOO.glob("*.py"))}
+CODES = {rule.code: rule for rule in TABLE}
+
+
+def test_the_zoo_is_large_enough():
+    assert len(SPECIMENS) >= 40
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_both_texts_are_programs_that_differ_by_the_fault(name):
+    specimen = SPECIMENS[name]
+    for text in (specimen.ill, specimen.well):
+        compile(text, name, "exec")
+        assert not any(word in text for word in ("# ill", "# well", "# both", "fault:"))
+    assert specimen.ill != specimen.well
+    assert specimen.lines <= set(range(1, len(specimen.ill.splitlines()) + 1))
+    assert specimen.lines
+    assert set(specimen.codes) <= set(CODES)
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_check_is_silent_on_the_twin_and_names_the_fault_where_the_source_tells(name):
+    specimen = SPECIMENS[name]
+    assert [finding.rule for finding in check(Program.of_text(specimen.well))] == []
+    found = check(Program.of_text(specimen.ill))
+    assert {finding.rule for finding in found} <= set(specimen.codes)
+    assert all(finding.place is not None and finding.place.line in specimen.lines for finding in found)
+    if found == []:
+        assert any(CODES[code].judge is not None for code in specimen.codes), "neither the source nor running tells"
