@@ -36,13 +36,46 @@ def write_plan(path, levers, made_for=()):
 
 
 def test_it_becomes_the_program(flatout, script):
-    """Same process number, same parent, and nothing of flatout in its environment."""
-    script("import os, sys\nprint(os.getpid(), os.getppid(), 'FLATOUT_JOB' in os.environ, 'PYTHONPATH' in os.environ, sys.argv)")
+    """Same process number, same parent; no job, and nothing that hears of what the program imports or does."""
+    script("import os, sys\nentered = 'FLATOUT_JOB' in os.environ or 'flatout.capture.bootstrap' in sys.modules\n"
+           "print(os.getpid(), os.getppid(), entered, sys.argv)")
     process = flatout.start("run", "python", "train.py", "--lr", "0.1", "--help")
     done = flatout.finish(process)
-    assert done.out.split(maxsplit=2) == [str(process.pid), str(os.getpid()), "False False ['train.py', '--lr', '0.1', '--help']\n"]
+    assert done.out.split(maxsplit=2) == [str(process.pid), str(os.getpid()), "False ['train.py', '--lr', '0.1', '--help']\n"]
     assert done.said == [line for line in done.err.splitlines() if line]
     assert done.said == ["flatout: no plan fits this command yet; running it as it is. To tune: flatout tune python train.py --lr 0.1 --help"]
+
+
+DYING = """
+import os
+def rank():
+    return int(os.environ["LOCAL_RANK"])
+rank()
+"""
+
+
+def test_a_failure_is_explained_under_its_traceback(flatout, script, tmp_path):
+    """The traceback comes first and unchanged, the exit code stays, nothing is left in the temporary folder."""
+    script(DYING)
+    (tmp_path / "tmp").mkdir()
+    plain = flatout.plain("python", "train.py")
+    done = flatout("run", "python", "train.py", env={"TMPDIR": str(tmp_path / "tmp")})
+    assert (done.code, done.out) == (plain.code, plain.out) == (1, "")
+    remark, _, rest = done.err.partition("\n")
+    assert remark.startswith("flatout: no plan fits")
+    assert rest.startswith(plain.err)
+    assert rest.removeprefix(plain.err).splitlines() == done.said[1:]
+    assert done.said[1] == "flatout: LOCAL_RANK is not set: the script wants to be started by torchrun."
+    assert 'train.py:4 in rank: return int(os.environ["LOCAL_RANK"])' in done.said[2]
+    assert done.said[-1] == "flatout:   more   flatout explain FE083"
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_an_unknown_failure_has_nothing_under_it(flatout, script):
+    script("{}['a']")
+    plain = flatout.plain("python", "train.py")
+    done = flatout("run", "python", "train.py")
+    assert done.err.partition("\n")[2] == plain.err
 
 
 @pytest.mark.parametrize("code", [0, 1, 3, 77, 255])

@@ -22,7 +22,7 @@ RECORDED = Path(__file__).parent.parent / "render" / "session.json"
 def test_help_names_every_command(flatout, word):
     done = flatout(word)
     assert done.code == 0
-    for command in ("tune", "run", "trial", "plan", "report", "levers"):
+    for command in ("tune", "run", "profile", "check", "explain", "doctor", "trial", "plan", "report", "levers"):
         assert f"\n  {command} " in done.out
         helped = flatout(command, word)
         assert helped.code == 0

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flatout.plan.records import PhaseTime, Ratio, SessionRecord
+from flatout.plan.records import PhaseTime, Prediction, Ratio, SessionRecord
 from flatout.render import report_html
 
 OURS = frozenset(
     re.findall(
         r"\S+",
-        "html head meta title style body main header section footer h1 h2 p ul li strong code pre small span div table thead tbody tr th td figure "
+        "html head meta title style body main header section footer h1 h2 h3 p ul li strong code pre small span div table thead tbody tr th td figure "
         "figcaption dl dt dd svg g text tspan rect line path circle",
     )
 )
@@ -110,6 +110,16 @@ def test_a_page_that_found_nothing_says_so_and_claims_nothing(recorded):
     assert "No faster Plan found" in (text := checked(session).text)
     assert "flatout run" not in text
     assert "Break-even" not in text
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(recorded):
+    session = recorded("session")
+    assert "What the profile had predicted" not in checked(session).text
+    session.predictions = [Prediction("FL151", "optimizer_share", Ratio(1.2, 1.1, 1.3, 9), "", "fused_optimizer", Ratio(1.15, 1.1, 1.2, 9)),
+                           Prediction("FL150", "data_wait", Ratio(1.8, 1.6, 2.0, 9))]
+    text = checked(session).text
+    assert "optimizer share 1.20x (1.10–1.30) 1.15x (1.10–1.20) fused_optimizer" in text
+    assert text.index("data wait 1.80x (1.60–2.00) not measured") < text.index("optimizer share"), "the largest promise comes first"
 
 
 def test_a_failed_guard_never_recommends_the_plan(recorded):

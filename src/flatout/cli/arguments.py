@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from flatout.plan.errors import PlanError, UsageError
+from flatout.plan.errors import PlanError, StorageError, UsageError
+from flatout.plan.folder import JobFolder
 from flatout.plan.plan import MAX_PLAN_BYTES, Plan
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -58,3 +62,15 @@ def words_or_usage(words: tuple[str, ...], command: str) -> tuple[str, ...]:
     if not words:
         raise UsageError(f"no program was given. Try `flatout {command} python train.py`.")
     return words
+
+
+def writable(folder: JobFolder, asked: bool) -> JobFolder:
+    """The job's folder; where this one cannot be written and nobody asked for it, a temporary one, and a line that says so."""
+    try:
+        return folder.make()
+    except StorageError:
+        if asked:
+            raise
+        other = JobFolder(Path(tempfile.mkdtemp(prefix=f"flatout-{folder.path.name}-"))).make()
+        sys.stderr.write(f"flatout: {os.getcwd()} cannot be written; the records go to {other.path}\n")
+        return other

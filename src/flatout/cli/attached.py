@@ -20,7 +20,12 @@ def attach(job: dict[str, Any]) -> None:
     """The entry that the bootstrap calls right after ``import torch``."""
     import torch
 
-    Attached(job, torch)
+    if job.get("watch") is None:
+        Attached(job, torch)
+    else:
+        from flatout.cli.watching import WatchedJob
+
+        WatchedJob(job, torch)
 
 
 class Attached(Listener):
@@ -50,6 +55,11 @@ class Attached(Listener):
         elif self.scene.steps >= 3:
             for lever, sentence in self.scene.reports if self.speaks else ():
                 say(f"{lever}: {sentence}")
-            self.scene.rest()
+            self.scene.reports.clear()
+            self.settled()
+
+    def settled(self) -> None:
+        """Everything is in place and was said."""
+        self.scene.rest()
 
 

@@ -13,10 +13,14 @@ from flatout.plan.errors import FlatoutError
 COMMANDS = {
     "tune": "Find the fastest plan for a program, and prove that it learns the same.",
     "run": "Run a program under its plan.",
+    "profile": "See where the time and the memory of a step go, and what fixing it would bring.",
     "trial": "Measure one run of a program and write its record.",
     "plan": "Show a plan with its evidence, and the code that would do the same by hand.",
-    "report": "Write the report of a session again.",
+    "report": "Write the pages of a session or a profile again.",
     "kernel": "Check, measure or begin a kernel, ours or your own.",
+    "doctor": "Say whether this machine is ready to train, and how to mend what is not.",
+    "explain": "Explain an error: cause, line, and what mends it.",
+    "check": "Look for mistakes that raise nothing, in the source.",
     "levers": "List the levers, or show the page of one.",
 }
 

@@ -1,4 +1,4 @@
-"""What `flatout tune` shows while it works: the stage, the ratios so far, the time left."""
+"""What `flatout tune` and `flatout profile` show while they work: the stage, the ratios so far, the time left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.text import Text
 
 from flatout.measure.clock import seconds
 from flatout.plan.records import Ratio
-from flatout.tune.tuning import Watcher
+from flatout.trial.blocks import Watcher
 
 SHOWN = 12
 

@@ -1,25 +1,26 @@
-"""`flatout run`: the real job, under its plan. Without a plan the program replaces this process and nothing else happens."""
+"""`flatout run`: the real job, under its plan. Without a plan the program replaces this process, and nothing happens until it dies."""
 
 from __future__ import annotations
 
 import os
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 
 import click
 
 from flatout.cli.arguments import PROGRAM, Duration, program, read_plan, words_or_usage
 from flatout.launch.command import Command, understand
-from flatout.launch.environment import attached
+from flatout.launch.environment import attached, listening
 from flatout.levers import TABLE
 from flatout.plan.errors import FlatoutError, ProgramNotFound
 from flatout.plan.facts import Facts
-from flatout.plan.folder import write_json
+from flatout.plan.folder import read_json, write_json
 from flatout.plan.plan import Plan
 from flatout.plan.words import Moment
 from flatout.probe.machine import look
-from flatout.tune.session import differences, key_of, plan_files
+from flatout.tune.session import differences, job_folder, key_of, plan_files
 
 ENTRY = "flatout.cli.attached:attach"
 
@@ -27,8 +28,9 @@ ENTRY = "flatout.cli.attached:attach"
 @click.command(context_settings=PROGRAM)
 @click.option("--plan", "plan_path", default=None, help="A plan file, or `none`; else the plan tuned for this command, script, machine and versions.")
 @click.option("--budget", default=None, type=Duration(), help="Tune first for this long, where no plan fits.")
+@click.option("--watch", is_flag=True, help="A live line on standard error: samples/s, waiting for data, cores, memory, MFU where FLOPs are known.")
 @program
-def command(plan_path: str | None, budget: float | None, words: tuple[str, ...]) -> None:
+def command(plan_path: str | None, budget: float | None, watch: bool, words: tuple[str, ...]) -> None:
     """Run a program under its plan.
 
     The program takes this process over: its input, output, signals and exit code are its own.
@@ -41,16 +43,21 @@ def command(plan_path: str | None, budget: float | None, words: tuple[str, ...])
     if plan is None:
         remark = remark or "no plan fits this command yet"
         _say(f"{remark}; running it as it is. To tune: flatout tune {' '.join(words)}")
-        _become(cmd, dict(os.environ))
-    assert plan is not None
-    if remark:
+    elif remark:
         _say(remark)
-    if not len(plan):
-        _become(cmd, dict(os.environ))
+    if not watch and not (plan is not None and len(plan)):
+        _become(cmd, _listening())
     if cmd.closed:
         _say(f"nothing can be applied: `python {cmd.closed}` keeps flatout out; leave the option away")
         _become(cmd, dict(os.environ))
-    _become(cmd, _environment(plan, facts))
+    _become(cmd, _environment(plan or Plan(), facts, known_ideal(cmd) if watch else None))
+
+
+def known_ideal(cmd: Command) -> dict[str, float]:
+    """How long a step's FLOPs would take at the machine's measured peaks, from the profile of this command; empty where there is none."""
+    seen = read_json(job_folder(cmd).path / "profile.json")
+    mfu, step_ms = (seen.get("mfu"), seen.get("step_ms")) if isinstance(seen, dict) else (None, None)
+    return {"ideal_ms": float(mfu) * float(step_ms)} if isinstance(mfu, (int, float)) and isinstance(step_ms, (int, float)) else {}
 
 
 def _plan_for(cmd: Command, facts: Facts, given: str | None) -> tuple[Plan | None, str]:
@@ -93,7 +100,7 @@ def _tune_first(words: tuple[str, ...], budget: float) -> Plan | None:
     return plan_of(session)
 
 
-def _environment(plan: Plan, facts: Facts) -> dict[str, str]:
+def _environment(plan: Plan, facts: Facts, watch: dict[str, float] | None = None) -> dict[str, str]:
     """The environment for the program: the job that names the plan, and what PROCESS levers need. A lever that cannot be had is left out."""
     extra: dict[str, str] = {}
     left_out: list[tuple[str, str]] = []
@@ -110,8 +117,13 @@ def _environment(plan: Plan, facts: Facts) -> dict[str, str]:
             left_out.append((choice.name, str(error)))
     job = Path(tempfile.mkdtemp(prefix="flatout-run-")) / "job.json"
     # exec keeps the process number, which is how the program knows itself among its children.
-    write_json(job, {"entry": ENTRY, "plan": plan.to_json(), "facts": facts.to_json(), "pid": os.getpid(), "left_out": left_out})
-    return attached(job, extra)
+    write_json(job, {"entry": ENTRY, "plan": plan.to_json(), "facts": facts.to_json(), "pid": os.getpid(), "left_out": left_out, "watch": watch})
+    return attached(job, extra, becomes=True)
+
+
+def _listening() -> dict[str, str]:
+    """For a program that runs as it is: only its last words are heard."""
+    return listening(Path(tempfile.gettempdir()) / f"flatout-{uuid.uuid4().hex}.explained", becomes=True)
 
 
 def _become(cmd: Command, environment: dict[str, str]) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import click
 
 from flatout.cli.arguments import PROGRAM, Duration, program, read_plan, words_or_usage
+from flatout.cli.underneath import of_death
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.plan.folder import TrialFolder, write_whole
-from flatout.probe.machine import look
+from flatout.probe.machine import look, oom_kills
 from flatout.trial.parent import Trial, measure
 
 
@@ -33,6 +34,7 @@ def command(steps: int, seed: int, plan_path: str, out: Path | None, timeout: fl
     plan = read_plan(plan_path)
     cmd = understand(words_or_usage(words, "trial"))
     folder = TrialFolder(Path(tempfile.mkdtemp(prefix="flatout-trial-")))
+    kills = oom_kills()
     with Trial(cmd, folder, plan, look(), seed, show=True) as trial:
         record = measure(trial, steps, seconds() + timeout)
     if out is not None:
@@ -52,5 +54,8 @@ def command(steps: int, seed: int, plan_path: str, out: Path | None, timeout: fl
         sys.stderr.write(f"flatout: --timeout left time for {record.steps} of {steps} steps\n")
     rate = f", {record.step_ms:.2f} ms a {record.unit}" if record.step_ms else ""
     sys.stderr.write(f"flatout: {record.steps} steps measured after {record.warmup_steps} to warm up{rate} ({record.status}); record in {where}\n")
+    if record.status == "failed":
+        for line in of_death(record.exit_code, record.log_tail, (oom_kills() or 0) - (kills or 0)):
+            sys.stderr.write(f"flatout: {line}\n")
     code = record.exit_code or 0
     return code if code >= 0 else 128 - code

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from flatout.cli.arguments import PROGRAM, Duration, program, words_or_usage
+from flatout.cli.arguments import PROGRAM, Duration, program, words_or_usage, writable
 from flatout.cli.progress import LiveProgress
+from flatout.cli.underneath import of_death
+from flatout.diagnose.kept import load_profile
 from flatout.launch.command import understand
 from flatout.levers import TABLE
 from flatout.measure.load import busy_cores
-from flatout.plan.errors import FlatoutError, StorageError, UsageError
-from flatout.plan.folder import JobFolder
+from flatout.plan.errors import FlatoutError, ProgramFailed, UsageError
+from flatout.plan.folder import JobFolder, write_json, write_whole
+from flatout.plan.predictions import levers_first, predictions, with_measured
+from flatout.plan.profile import ProfileRecord
 from flatout.plan.records import SessionRecord
 from flatout.plan.words import Effect
-from flatout.probe.machine import look
+from flatout.probe.machine import look, oom_kills
 from flatout.tune.search import search
 from flatout.tune.session import job_folder, open_session, save_session, verdict, write_plan
 from flatout.tune.tuning import Goal, Tuning
@@ -59,13 +62,16 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     """One tuning session from a command line; also what `flatout run --budget` does first."""
     cmd = understand(words)
     facts = look()
-    folder = _writable(job_folder(cmd, job), job is not None)
+    folder = writable(job_folder(cmd, job), job is not None)
     session = open_session(folder, cmd, facts, goal.budget_s, sorted(goal.effects), again)
+    profile = load_profile(folder)
+    if profile is not None:
+        goal = replace(goal, first=tuple(levers_first(profile.findings, [lever.name for lever in TABLE])))
     busy = busy_cores()
     if busy is not None:
         session.machine["busy_cores_before"] = round(busy, 2)
     save_session(folder, session)
-    console = Console(stderr=True)
+    console, kills = Console(stderr=True), oom_kills()
     # A terminated tuner must end its programs as an interrupted one does.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -74,6 +80,9 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     except FlatoutError as error:
         session.status, session.message = "failed", str(error)
         _finish(folder, session)
+        said = of_death(error.exit_code, str(error), (oom_kills() or 0) - (kills or 0)) if isinstance(error, ProgramFailed) else []
+        if said:
+            raise ProgramFailed("\n".join([str(error).rstrip(), *(f"flatout: {line}" for line in said)]), error.exit_code) from None
         raise
     except KeyboardInterrupt:
         session.message = "interrupted; the same command goes on from here"
@@ -82,10 +91,22 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
         console.print(f"flatout: interrupted. {kept}; the same command goes on from there.", markup=False, soft_wrap=True)
         raise
     session.status, session.message = "done", verdict(session)
+    if profile is not None:
+        session.predictions = predictions(profile.findings, session.levers)
+        _tell_the_profile(folder, profile, session)
     _finish(folder, session)
     if write_plan(folder, session, cmd, beside) is None and beside:
         sys.stderr.write(f"flatout: flatout.toml cannot be written beside the script; the plan is in {folder.plan}\n")
     return session, folder
+
+
+def _tell_the_profile(folder: JobFolder, profile: ProfileRecord, session: SessionRecord) -> None:
+    """What came of its findings is written beside them, in its record and on its page."""
+    from flatout.render.profile_report import profile_html
+
+    profile.findings = with_measured(profile.findings, session.levers)
+    write_json(folder.profile, profile.to_json())
+    write_whole(folder.profile_page, profile_html(profile))
 
 
 def _interrupt(*_: object) -> None:
@@ -93,23 +114,10 @@ def _interrupt(*_: object) -> None:
 
 
 def _finish(folder: JobFolder, session: SessionRecord) -> None:
-    from flatout.plan.folder import write_whole
     from flatout.render.report import report_html
 
     save_session(folder, session)
     write_whole(folder.report, report_html(session))
-
-
-def _writable(folder: JobFolder, asked: bool) -> JobFolder:
-    """The job's folder; where this one cannot be written and nobody asked for it, a temporary one, and a line that says so."""
-    try:
-        return folder.make()
-    except StorageError:
-        if asked:
-            raise
-        other = JobFolder(Path(tempfile.mkdtemp(prefix=f"flatout-{folder.path.name}-"))).make()
-        sys.stderr.write(f"flatout: {os.getcwd()} cannot be written; the records go to {other.path}\n")
-        return other
 
 
 def _effects(text: str) -> frozenset[Effect]:

@@ -1,4 +1,4 @@
-"""The machine, the software and the program of a session, as lines for a person.
+"""The machine, the software and the program of a session or a profile, as lines for a person.
 
 What a session holds of them are free mappings: whatever the prober and the Scene wrote down is shown, known or not.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from flatout.plan.profile import ProfileRecord
 from flatout.plan.records import SessionRecord
 from flatout.render.wording import NOTHING, count, drawable, figure, one_line, several, size
 
 
-def device(session: SessionRecord) -> str:
+def device(session: SessionRecord | ProfileRecord) -> str:
     """The machine in one line."""
     machine = session.machine
     gpus = machine.get("gpus") or ()
@@ -28,7 +29,7 @@ _KEY_NOT_LISTED = {"command", "machine", "versions", "python"}
 MAX_FACTS = 60
 
 
-def facts(session: SessionRecord) -> list[tuple[str, str]]:
+def facts(session: SessionRecord | ProfileRecord) -> list[tuple[str, str]]:
     """The machine, the software and the program, a line each."""
     rows = [("machine", device(session)), ("memory", size(session.machine.get("memory_bytes") or None))]
     rows += [(name, text) for name, text in _flat(session.machine) if name not in _NOT_LISTED]
@@ -36,7 +37,8 @@ def facts(session: SessionRecord) -> list[tuple[str, str]]:
     rows.append(("software", ", ".join(f"{one_line(name, 60)} {one_line(version, 60)}" for name, version in list(software.items())[:40])))
     rows.append(("folder", one_line(session.cwd)))
     rows += [(f"program: {name}", text) for name, text in _flat(session.scene)]
-    rows += [(f"digest of the {name}", text) for name, text in _flat(session.key) if name not in _KEY_NOT_LISTED]
+    if isinstance(session, SessionRecord):
+        rows += [(f"digest of the {name}", text) for name, text in _flat(session.key) if name not in _KEY_NOT_LISTED]
     return [(name, text) for name, text in rows if text and text != NOTHING][:MAX_FACTS]
 
 

@@ -1,25 +1,21 @@
-"""One session as one page that can be mailed, printed and opened from disk.
+"""One session as one page that can be mailed, printed and opened from disk (page.py).
 
-The page holds no script and asks for nothing: its security policy forbids everything but the one style sheet that it carries,
-named by its digest. Every value passes through jinja2's autoescape, or through ``svg.element`` which escapes likewise.
+Every value passes through jinja2's autoescape, or through ``svg.element`` which escapes likewise.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from flatout.plan.records import CONFIDENCE, PHASES, Contest, GuardCheck, LeverRecord, SessionRecord
+from flatout.plan.records import PHASES, Contest, GuardCheck, LeverRecord, SessionRecord
 from flatout.plan.words import Status
 from flatout.render import machine, pictures, story, wording
 from flatout.render.curves import loss_curves, remarks
+from flatout.render.page import environment
 from flatout.render.svg import Scale, ratio_scale
 
 MAX_ROWS = 150  # of one table; the rest is in session.json
@@ -35,23 +31,7 @@ HOW = {"live": "switched live", "processes": "in turns", "fresh pairs": "fresh p
 
 def report_html(session: SessionRecord) -> str:
     """The whole page. Shows what there is: a session that failed, or is still running, makes a shorter page."""
-    return _environment().get_template("report.html.j2").render(**_context(session))
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("flatout.render"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_clean
-    )
-    style = Markup(environment.get_template("report.css").render())
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    environment.globals.update(style=style, style_digest=digest, confidence=f"{CONFIDENCE:.0%}")
-    return environment
-
-
-def _clean(value: Any) -> Any:
-    """Every value on its way into the page. What is Markup was cleaned when it was made."""
-    return value if isinstance(value, Markup) or not isinstance(value, str) else wording.legible(value, 4000)
+    return environment("report.css").get_template("report.html.j2").render(**_context(session))
 
 
 def _context(session: SessionRecord) -> dict[str, Any]:
@@ -76,6 +56,7 @@ def _context(session: SessionRecord) -> dict[str, Any]:
         "forest": _forest(session, ordered),
         "levers": [_lever_row(lever) for lever in ordered[:MAX_ROWS]],
         "more_levers": max(0, len(ordered) - MAX_ROWS),
+        "predictions": story.predicted_and_measured(session)[:MAX_ROWS],
         "guard": session.guard,
         "guard_words": story.guard_sentence(session.guard),
         "checks": [_check_row(check) for check in session.guard.checks[:MAX_ROWS]],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from flatout.plan.records import NOT_SLOWER, PHASES, GuardRecord, LeverRecord, SessionRecord, Side
+from flatout.plan.records import NOT_SLOWER, PHASES, GuardRecord, LeverRecord, Ratio, SessionRecord, Side
 from flatout.plan.words import Status
 from flatout.render.wording import (
     NOTHING,
@@ -198,6 +198,19 @@ def because(lever: LeverRecord) -> str:
     low = drawable(lever.low)
     alone = "" if low is None else "faster, and " if low > 1 else "within the noise when alone, and "
     return f"{alone}part of the plan that was confirmed"
+
+
+def predicted_and_measured(session: SessionRecord) -> list[tuple[str, str, str, str]]:
+    """Finding, what its what-if promised, what the best of its levers brought, and which one; the largest promise first."""
+    rows = sorted(session.predictions, key=lambda p: -(drawable(p.predicted.median) or 0.0))
+    return [(one_line(p.name, 80).replace("_", " "), spelled(p.predicted), spelled(p.measured) if p.measured else "not measured", one_line(p.lever, 80))
+            for p in rows]
+
+
+def spelled(ratio: Ratio) -> str:
+    """``1.80x (1.60–2.00)``; an estimate has no interval."""
+    inside = f" ({interval(ratio.low, ratio.high)})" if ratio.low < ratio.high else ""
+    return times(ratio.median) + inside
 
 
 def guard_sentence(guard: GuardRecord) -> str:

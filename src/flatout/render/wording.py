@@ -12,21 +12,18 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from flatout.plan.legible import harmless
 from flatout.plan.plan import spell
 
 NOTHING = "–"
 TEXT_LIMIT = 600
-
-# Control codes move the cursor of a terminal, bidirectional ones reorder what is read, and a lone surrogate (the name of a
-# file that is not UTF-8) cannot be written to disk at all. Each becomes one visible sign.
-_HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 
 
 def legible(value: object, limit: int = TEXT_LIMIT) -> str:
     """Foreign text, safe to show and not endless. Line breaks and tabs stay. What it holds is still to be escaped."""
     text = value if isinstance(value, str) else str(value)
     cut = text if len(text) <= limit else text[: limit - 2].rstrip() + " …"
-    return _HARMFUL.sub("\ufffd", cut)
+    return harmless(cut)
 
 
 def one_line(value: object, limit: int = TEXT_LIMIT) -> str:

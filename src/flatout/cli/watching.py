@@ -1,0 +1,215 @@
+"""`flatout run --watch`: a live line about the training, on standard error, while the program's own output stays what it is.
+
+In a terminal the line has the last row to itself: the rows above scroll without it (DECSTBM, as apt's progress bar does). Where standard
+error is a file, a line is written every half minute. Counting costs the step a few calls; the figures are made by a thread, once a second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TextIO
+
+from flatout.capture.bootstrap import say
+from flatout.capture.ledger import Ledger
+from flatout.cli.attached import Attached
+from flatout.measure.clock import HostClock, seconds
+from flatout.measure.load import peak_bytes
+from flatout.render.wording import duration, figure, size
+
+EVERY_S = {True: 1.0, False: 30.0}  # in a terminal, and in a file
+
+
+class Counting:
+    """What the steps leave behind: how many, and how long they waited for data. Two hooks of its own, written by the program's thread alone.
+
+    How many samples a step has is learnt from the first steps, before the Scene rests; counting them in each would cost more than all the rest.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.waited_ns = 0
+        self.samples_a_step = 0.0
+        self._counted: int | None = None
+
+    def install(self, torch: Any, ledger: Ledger) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        ledger.call("optimizer step hook", register_optimizer_step_post_hook(self._stepped).remove)
+        iterator = torch.utils.data.dataloader._BaseDataLoaderIter
+        ledger.set(iterator, "__next__", self._waited(iterator.__next__))
+
+    def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        """Of several optimizers the first one stands for the step."""
+        if self._counted is None:
+            self._counted = id(optimizer)
+        if id(optimizer) == self._counted:
+            self.steps += 1
+
+    def _waited(self, take: Callable) -> Callable:
+        mark = HostClock.mark
+
+        @wraps(take)
+        def next_counted(iterator: Any) -> Any:
+            start = mark()
+            try:
+                return take(iterator)
+            finally:
+                self.waited_ns += mark() - start
+
+        return next_counted
+
+
+class WatchedJob(Attached):
+    """The real job; once its levers are in place, counted until its end."""
+
+    def __init__(self, job: dict[str, Any], torch: Any) -> None:
+        self.counts = Counting()
+        self.line: LiveLine | None = None
+        self.known: dict[str, float] = job["watch"]
+        self.samples = 0
+        super().__init__(job, torch)
+
+    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+        """The first tensor that enters the first of the root modules stands for the batch."""
+        first = next((value for value in (*args, *kwargs.values()) if hasattr(value, "shape")), None)
+        if first is not None and len(first.shape) and root is self.scene.roots[0]:
+            self.samples += int(first.shape[0])
+
+    def settled(self) -> None:
+        super().settled()
+        if self.speaks:
+            self.counts.samples_a_step = self.samples / self.scene.steps
+            self.counts.install(self.scene.torch, Ledger())
+            self.line = LiveLine(sys.stderr, self.counts, self.scene.torch, self.known)
+
+
+class LiveLine:
+    """Begins with the first steps that are counted, and ends with the process: with one line that sums up."""
+
+    def __init__(self, stream: TextIO, counts: Counting, torch: Any, known: dict[str, float], every_s: float | None = None) -> None:
+        self.stream, self.counts, self.torch, self.known = stream, counts, torch, known
+        self.row = StatusRow(stream) if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" else None
+        self.machine = Machine()
+        self.first = (seconds(), counts.steps, counts.waited_ns)
+        self.last = self.first
+        self.pid = os.getpid()
+        self.stopped = threading.Event()
+        self.thread = threading.Thread(target=self._draw, args=(every_s or EVERY_S[self.row is not None],), name="flatout-watch", daemon=True)
+        self.thread.start()
+        atexit.register(self.close)
+
+    def _draw(self, every_s: float) -> None:
+        try:
+            while not self.stopped.wait(every_s):
+                text, self.last = self.sentence(self.last), self._now()
+                if self.row is not None:
+                    self.row.draw(text)
+                else:
+                    say(text)
+        except (OSError, ValueError):
+            return  # nobody reads standard error any more; the program goes on
+
+    def _now(self) -> tuple[float, int, int]:
+        return seconds(), self.counts.steps, self.counts.waited_ns
+
+    def sentence(self, since: tuple[float, int, int]) -> str:
+        """The figures between two moments: ``1,234 samples/s | 82.3 steps/s | waits for data 12 % | 1.8 of 2 cores | 1.2 GiB``."""
+        now = self._now()
+        passed_s = max(now[0] - since[0], 1e-9)
+        steps, waited_ns = (new - old for new, old in zip(now[1:], since[1:], strict=True))
+        if not steps:
+            return "no step has ended just now | " + " | ".join(self.machine.seen(self.torch))
+        samples = steps * self.counts.samples_a_step
+        parts = [f"{figure(samples / passed_s)} samples/s"] if samples else []
+        parts += [f"{figure(steps / passed_s)} steps/s", f"waits for data {100 * waited_ns / 1e9 / passed_s:.0f} %", *self.machine.seen(self.torch)]
+        if self.known.get("ideal_ms"):
+            parts.append(f"MFU {self.known['ideal_ms'] * steps / 10 / passed_s:.0f} %")
+        return " | ".join(parts)
+
+    def close(self) -> None:
+        """Give the row back and sum up. Of a process that was forked off, nothing."""
+        if os.getpid() != self.pid or self.stopped.is_set():
+            return
+        self.stopped.set()
+        self.thread.join(timeout=2)
+        try:
+            if self.row is not None:
+                self.row.close()
+            passed = self._now()[0] - self.first[0]
+            steps = self.counts.steps - self.first[1]
+            peak = size(peak_bytes(self.torch, "cuda" if self.torch.cuda.is_initialized() else "cpu"))
+            if steps:
+                say(f"{steps:,} steps in {duration(passed)}: {self.sentence(self.first)}; at most {peak}")
+        except (OSError, ValueError):
+            return
+
+
+class Machine:
+    """What the process and its device do, by psutil and, where there is a device, NVML."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        self.process = psutil.Process()
+        self.process.cpu_percent()  # the first answer is about nothing
+        self.cores = len(self.process.cpu_affinity()) if hasattr(self.process, "cpu_affinity") else psutil.cpu_count() or 1
+        self.device = _device()
+
+    def seen(self, torch: Any) -> list[str]:
+        said = [f"{self.process.cpu_percent() / 100:.1f} of {self.cores} cores", size(self.process.memory_info().rss)]
+        if self.device is not None:
+            nvml, handle = self.device
+            try:
+                memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+                said.append(f"GPU {nvml.nvmlDeviceGetUtilizationRates(handle).gpu} % busy, {size(int(memory.used))} of {size(int(memory.total))}")
+            except nvml.NVMLError:
+                self.device = None
+        elif torch.cuda.is_initialized():
+            said.append(f"GPU memory {size(torch.cuda.memory_allocated())}")
+        return said
+
+
+def _device() -> tuple[Any, Any] | None:
+    """NVML and the handle of the device that this process uses; None where there is no NVML."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+        at = int(first) + int(os.environ.get("LOCAL_RANK", "0")) if first.isdigit() else None
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(first) if at is None else pynvml.nvmlDeviceGetHandleByIndex(at)
+    except pynvml.NVMLError:
+        return None
+
+
+class StatusRow:
+    """The last row of a terminal. Source: DEC's DECSTBM, DECSC and DECRC, which every terminal of today knows."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.rows = 0
+
+    def draw(self, text: str) -> None:
+        columns, rows = os.get_terminal_size(self.stream.fileno())
+        if rows < 3:
+            return
+        words = ""
+        if rows != self.rows:
+            # A line further, so that the program's own last line is not where ours will be; then everything above scrolls alone.
+            words, self.rows = f"\n\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A", rows
+        self._write(f"{words}\x1b7\x1b[{rows};1H\x1b[2K\x1b[2m{('flatout: ' + text)[: columns - 1]}\x1b[0m\x1b8")
+
+    def close(self) -> None:
+        if self.rows:
+            self._write(f"\x1b7\x1b[{self.rows};1H\x1b[2K\x1b[r\x1b8")
+            self.rows = 0
+
+    def _write(self, words: str) -> None:
+        self.stream.write(words)
+        self.stream.flush()

@@ -1,0 +1,80 @@
+"""What a profile has found is what tuning tries first, and what came of it is written beside what was promised."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from click.testing import CliRunner
+from profiles import healthy
+
+from flatout.cli.report import command as report
+from flatout.cli.tune import tune
+from flatout.diagnose.kept import load_profile
+from flatout.launch.command import understand
+from flatout.plan.findings import Finding, Severity
+from flatout.plan.folder import write_json
+from flatout.plan.records import LeverRecord, Ratio
+from flatout.tune.session import job_folder
+from flatout.tune.tuning import Goal
+
+WORDS = ("python", "train.py")
+SLOW = Finding("FL150", "data_wait", Severity.TIME.value, "it waits", levers=["loader", "threads"], predicted=Ratio(1.8, 1.6, 2.0, 20))
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """The folder of a program that has been profiled."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import torch\n", encoding="utf-8")
+    folder = job_folder(understand(WORDS)).make()
+    write_json(folder.profile, healthy(findings=[SLOW]).to_json())
+    before = signal.getsignal(signal.SIGTERM)
+    yield folder
+    signal.signal(signal.SIGTERM, before)
+
+
+def searched(monkeypatch, levers):
+    """Tuning without programs: what the search was told, and levers that ended so."""
+    told = []
+
+    def search(tuning):
+        told.append(tuning.goal.first)
+        tuning.session.levers = levers
+
+    monkeypatch.setattr("flatout.cli.tune.search", search)
+    return told
+
+
+def test_findings_drive_levers_and_learn_what_came_of_them(job, monkeypatch):
+    told = searched(monkeypatch, [LeverRecord("loader", {"workers": 1}, "applied", 1.5, 1.4, 1.6, 9),
+                                  LeverRecord("gc_pause", True, "applied", 3.0, 2.9, 3.1, 9)])
+    session, _ = tune(WORDS, Goal(60.0), beside=False)
+    assert told == [("loader", "threads")]
+    assert [(p.name, p.lever, p.predicted.median, p.measured.median) for p in session.predictions] == [("data_wait", "loader", 1.8, 1.5)]
+    profile = load_profile(job)
+    assert profile is not None
+    assert profile.findings[0].measured == Ratio(1.5, 1.4, 1.6, 9)
+    for page in (job.report, job.profile_page):
+        text = page.read_text(encoding="utf-8")
+        assert "1.80x (1.60–2.00)" in text
+        assert "1.50x (1.40–1.60)" in text
+
+
+TOMORROWS = json.dumps({**healthy(findings=[SLOW]).to_json(), "schema": 99})
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"schema": 1, "command": 3}', TOMORROWS], ids=["empty", "table", "list", "half", "tomorrow's"])
+def test_what_is_no_profile_tells_nothing(job, monkeypatch, text):
+    job.profile.write_text(text, encoding="utf-8")
+    told = searched(monkeypatch, [])
+    session, _ = tune(WORDS, Goal(60.0), beside=False)
+    assert told == [()]
+    assert session.predictions == []
+
+
+def test_report_writes_the_page_of_a_profile(job):
+    done = CliRunner().invoke(report, [], catch_exceptions=False)
+    assert done.output.split() == [str(job.profile_page)]
+    assert "Data wait" in job.profile_page.read_text(encoding="utf-8")
