@@ -119,7 +119,8 @@ def verdict(x: dict[str, float], same: dict[str, float], goal: float) -> str:
     return "missed" if x["low"] > goal else "open: the interval holds the goal"
 
 
-def measure_steps(sizes: list[float], processes: int, seconds: float, plain: dict[str, str], facts: Facts, made: dict[str, Any]) -> list[dict[str, Any]]:
+def measure_steps(sizes: list[float], processes: int, seconds: float, plain: dict[str, str], facts: Facts, made: dict[str, Any],
+                  watched: bool = False) -> list[dict[str, Any]]:
     results = []
     for size in sizes:
         width, batch = SIZES[size]
@@ -128,7 +129,7 @@ def measure_steps(sizes: list[float], processes: int, seconds: float, plain: dic
         found = []
         for at in range(processes):
             with attached_environment(facts) as attached:
-                found.append(run_loop(ON_AND_OFF, [*shape, "--layers", str(layers), "--seconds", str(seconds)], attached))
+                found.append(run_loop(ON_AND_OFF, [*shape, "--layers", str(layers), "--seconds", str(seconds), *["--watched"] * watched], attached))
             print(f"  step of {size} ms: process {at + 1} of {processes}", file=sys.stderr, flush=True)
         results.append({
             "target_ms": size, "made": made, "layers": layers, "width": width, "batch": batch, "processes": found,
@@ -188,6 +189,7 @@ def main() -> None:
     parser.add_argument("--start-rounds", type=int, default=20, help="rounds of three processes for the start-up (default 20)")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long each process measures its steps (default 20)")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="milliseconds a step, of " + ", ".join(map(str, SIZES)))
+    parser.add_argument("--watched", action="store_true", help="the steps of `flatout run --watch`; figures are printed, none are kept")
     parser.add_argument("--out", type=Path, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
     sizes = [float(word) for word in args.sizes.split(",")]
@@ -198,6 +200,11 @@ def main() -> None:
     plain = dict(os.environ)
     with attached_environment(facts) as attached:  # as long a path on both sides, but for our own folder
         plain["PYTHONPATH"] = attached["PYTHONPATH"].split(os.pathsep, 1)[-1]
+    if args.watched:
+        for step in measure_steps(sizes, args.processes, args.seconds, plain, facts, made, watched=True):
+            share = step["cost_us"]["median"] / step["plain_us"]
+            print(f"{step['plain_us'] / 1000:.3g} ms: watched {spell(step['cost_us'], 1)} us a step, {share:+.2%}; A/A {spell(step['aa_us'], 1)}")
+        return
     start = measure_start(args.start_rounds, plain, facts)
     kept = {step["target_ms"]: step for step in read_result("overhead", made, args.out or RESULTS).get("steps", ())}
     kept |= {step["target_ms"]: step for step in measure_steps(sizes, args.processes, args.seconds, plain, facts, made)}
