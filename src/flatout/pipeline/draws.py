@@ -32,11 +32,11 @@ class Uniform:
     high: float = 1.0
 
     def of(self, words: Tensor) -> Tensor:
-        """float32, one a word. The kernel multiplies and adds with a single rounding, which float64 leaves to the last step; what that
-        rounds up to ``high`` it turns into ``low``.
+        """float32, one a word. The kernel multiplies and adds with a single rounding; what that rounds up to ``high`` it turns into
+        ``low``.
         """
         low, high = c_float(self.low).value, c_float(self.high).value
-        found = ((words & 0xFFFFFF).double() * 2.0**-24 * c_float(high - low).value + low).float()
+        found = _sum((words & 0xFFFFFF).double() * 2.0**-24 * c_float(high - low).value, low).float()
         return found.masked_fill_(found >= high, low) if high > low else found
 
     def draw(self, generator: torch.Generator) -> Tensor:
@@ -57,6 +57,19 @@ class Integer:
 
 
 Draw = Uniform | Integer
+
+
+def _sum(product: Tensor, low: float) -> Tensor:
+    """product + low in float64, to be rounded to float32 as if only once.
+
+    The product of two float32 numbers is exact in float64, the sum may not be, and a sum that was rounded to a tie would be rounded
+    again. Rounded to odd instead, the second rounding gives what a single one had given (Boldo and Melquiond, 2008).
+    """
+    total = product + low
+    back = total - product
+    rest = (product - (total - back)) + (low - back)
+    inexact_and_even = (rest != 0) & (total.view(torch.int64) & 1 == 0)
+    return torch.where(inexact_and_even, torch.nextafter(total, rest.sign() * math.inf), total)
 
 
 def columns(kinds: Sequence[Draw], rows: int, generator: torch.Generator | None = None) -> list[Tensor]:
@@ -133,7 +146,11 @@ class Words(Numbers):
 
     def uniform(self, low: float, high: float) -> float:
         low, high = c_float(low).value, c_float(high).value
-        found = c_float(self.rand() * c_float(high - low).value + low).value
+        product = self.rand() * c_float(high - low).value
+        total = product + low
+        if total - product != low or total - low != product:
+            total = _sum(torch.tensor(product, dtype=torch.float64), low).item()
+        found = c_float(total).value
         return low if found >= high > low else found
 
     def randint(self, low: int, high: int) -> int:
