@@ -47,10 +47,11 @@ THEMES = (
     ("explain", "python bench/explain.py", "Failures really provoked: explained live and from their text, mends tried; recorded ones of what needs a GPU"),
     ("kernels", "python bench/kernels.py", "Each kernel against its reference, torch.compile and the device's own roofline"),
     ("kernels_gpu", "python bench/gpu/kernels.py", "The kernels on a GPU: bandwidth, memory, time, beside torch and Liger-Kernel"),
+    ("diagnosis_gpu", "python bench/gpu/diagnosis.py", "A profile on a GPU beside torch's events, sync debug mode, Nsight Compute; a leak, an out-of-memory"),
     ("tutorial", "python bench/gpu/tutorial.py", "ResNet-18 at 32x32: the tutorial, the informed one-liners, flatout"),
     ("gpt", "python bench/gpu/gpt.py", "GPT-2 124M in plain float32: as it is, the informed one-liners, flatout"),
 )
-NEEDS_GPU = {"kernels_gpu", "tutorial", "gpt"}
+NEEDS_GPU = {"kernels_gpu", "diagnosis_gpu", "tutorial", "gpt"}
 COLUMNS_OF_INDEX = ("theme", "question", "device", "date", "page", "made by")
 
 
