@@ -65,3 +65,8 @@ def test_shares_are_parts_of_one_step():
 
 def test_nothing_measured_is_not_named():
     assert name_bound(ProfileRecord(["a"], "/")) == ("", "")
+
+
+def test_the_little_that_was_seen_is_not_what_limits():
+    seen = {"data": PhaseTime(0.1, 0.1, 0.1, 0.01)}
+    assert name_bound(profile(phases=seen, operations=[], python_ms=None)) == ("", "")

@@ -49,11 +49,13 @@ def gain_of(profile: ProfileRecord, name: str) -> float | None:
 
 
 def name_bound(profile: ProfileRecord) -> tuple[str, str]:
-    """The bound and its evidence in a sentence; two empty strings where nothing was measured that could tell."""
+    """The bound and its evidence in a sentence; two empty strings where more of the step was not looked into than the largest share."""
     found = {bound: share for bound, share in shares(profile).items() if share > 0}
     if not found or not profile.step_ms:
         return "", ""
     bound = max(found, key=lambda each: found[each])
+    if found[bound] < 1.0 - sum(found.values()):
+        return "", ""
     others = sorted((each for each in found if each != bound and found[each] >= 0.05), key=lambda each: -found[each])
     beside = "; then " + ", ".join(f"{each} {found[each]:.0%}" for each in others) if others else ""
     return bound, f"{found[bound]:.0%} of the {profile.unit}: {_evidence(profile, bound)}{beside}"
