@@ -91,7 +91,7 @@ ILL: dict[str, tuple[dict[str, Any], Place | None]] = {
     "workers_not_kept": ({"what_ifs": what_ifs(loader=GAIN), "loaders": loader(wait_ms=4.0, begun=8, workers=2, start_ms=30.0)}, LOADER),
     "too_many_workers": ({"what_ifs": what_ifs(loader=GAIN), "loaders": loader(wait_ms=4.0, workers=16, persistent_workers=True)}, LOADER),
     "optimizer_share": ({"what_ifs": what_ifs(optimizer=GAIN), "settings": settings(optimizers=[{"kind": "AdamW", "tensors": 192, "foreach": False}]),
-                         "events": {"make_optimizer": event(calls=0.01)}}, LINE),
+                         "phases": {**healthy().phases, "optimizer": PhaseTime(4.6, 4.4, 4.8, 0.45)}, "events": {"make_optimizer": event(calls=0.01)}}, LINE),
     "host_sync_every_step": ({"what_ifs": what_ifs(syncs=GAIN), "crossings": [Crossing("item", LINE, 2.0, 4.0)]}, LINE),
     "tiny_operators": ({"bound": "python", "operators_a_step": 4000.0, "operator_us": 6.0, "step_ms": 40.0, "python_ms": 8.0,
                         "operations": [Operation("aten::add", 900, 4.0, place=LINE)]}, LINE),

@@ -13,7 +13,7 @@ from flatout.diagnose.rules import TABLE
 from flatout.levers import TABLE as LEVERS
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord, WhatIf
-from flatout.plan.records import Ratio
+from flatout.plan.records import PhaseTime, Ratio
 
 MEASURED = [rule for rule in TABLE if rule.judge is not None]
 
@@ -72,6 +72,12 @@ def test_three_loaders_from_one_place_are_not_remade_ones():
     """A function that makes the loaders for training, validation and test is one place that makes three."""
     findings = judge(healthy(what_ifs=what_ifs(loader=GAIN), loaders=loader(wait_ms=4.0, made=3, begun=12)), TABLE)
     assert [f.name for f in findings] == ["data_wait"]
+
+
+def test_an_optimizer_that_is_quick_itself_is_left_in_peace():
+    """Steps without it may be faster for other reasons, weights that stay in the cache: fusing it brings its own time at most."""
+    changes = dict(ILL["optimizer_share"][0])
+    assert judge(healthy(**{**changes, "phases": {"optimizer": PhaseTime(0.6, 0.5, 0.7, 0.06)}}), TABLE) == []
 
 
 def test_a_fused_optimizer_is_left_in_peace():

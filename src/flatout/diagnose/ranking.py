@@ -18,6 +18,7 @@ OF_THE_STEP = {
     "tiny_operators": ("host_sync_every_step", "data_wait", "slow_fetch", "python_between"),
     "layout_copies": ("data_wait", "slow_fetch", "loader_made_in_loop", "tiny_operators", "logging_cost", "slowing_down", "python_between"),
     "host_growth": ("leak", "loss_kept_with_graph", "slowing_down"),
+    "collecting_garbage": ("host_growth",),  # what piles up is what the collector walks
     "thread_count": ("too_many_workers",),
     "graph_breaks": ("recompiles",),
     "eval_without_no_grad": ("train_mode_not_restored",),
@@ -28,6 +29,7 @@ OF_THE_LINE = {
     "layout_copies": ("leak", "host_sync_every_step"),
     "host_sync_every_step": ("logging_cost",),
     "leak": ("slowing_down",),
+    "slow_fetch": ("host_growth",),
 }
 NEAR = 3  # lines
 

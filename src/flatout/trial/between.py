@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import wraps
 from typing import Any
 
 from flatout.capture.frames import Line, is_users, place_of
@@ -16,7 +17,8 @@ PLACES = 3
 
 
 class BetweenEar(Ear):
-    """Lines are timed except while data is waited for, from the model's call to the end of its backward pass, and in the optimizer.
+    """Lines are timed except while data is waited for, from the model's call to the end of its backward pass, in the optimizer, and while gradients
+    are set to zero.
 
     A line that holds one of these calls is left out whole: what is around the call is little, and listening to it is not free.
     """
@@ -28,6 +30,16 @@ class BetweenEar(Ear):
         self.timer.__enter__()
         self.timer.adopt(sys._getframe(1))
         self.ledger.call("tracing of lines", lambda: self.timer.__exit__())
+        for owner in (self.torch.optim.Optimizer, self.torch.nn.Module):
+            self.ledger.set(owner, "zero_grad", self._as_a_phase(owner.zero_grad))
+
+    def _as_a_phase(self, zero_grad: Any) -> Any:
+        def zero_grad_left_out(*args: Any, **kwargs: Any) -> None:
+            self._phase()
+            zero_grad(*args, **kwargs)
+            self.timer.paused = False
+
+        return wraps(zero_grad)(zero_grad_left_out)
 
     def tick(self) -> None:
         self.timer.paused = False  # a step may end without a backward pass of its own

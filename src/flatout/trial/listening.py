@@ -61,6 +61,49 @@ class Ear(Listener):
             pass  # the failure that counts is the first one
 
 
+class Listening:
+    """The ear that is open, if one is. An ear that fails hears no more; why is told at its end."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self.around = around
+        self.ear: Ear | None = None
+        self._deaf = ""
+
+    def begin(self, wishes: dict[str, Any]) -> str:
+        """Why the ear cannot be opened, or nothing."""
+        ear = ear_for(wishes["ear"], self.around, wishes)
+        try:
+            ear.begin()
+        except Exception as error:  # a profiler of the script's own that is running, say
+            ear.end_quietly()
+            return _named(error)
+        self.ear, self._deaf = ear, ""
+        return ""
+
+    def tick(self) -> None:
+        assert self.ear is not None
+        try:
+            if not self._deaf:
+                self.ear.tick()
+        except Exception as error:
+            self._deaf = _named(error)
+
+    def end(self) -> dict[str, Any]:
+        assert self.ear is not None
+        ear, self.ear = self.ear, None
+        try:
+            heard = ear.end()
+        except Exception as error:
+            ear.end_quietly()
+            return {"why_not": self._deaf or _named(error)}
+        return {"why_not": self._deaf} if self._deaf else heard
+
+
+def _named(error: Exception) -> str:
+    first = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {first[0] if first else 'no message'}"
+
+
 class CrossingsEar(Ear):
     """Where tensors wait for Python, and what is copied."""
 

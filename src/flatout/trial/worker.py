@@ -46,7 +46,7 @@ from flatout.plan.records import TrialRecord
 from flatout.plan.words import Moment
 from flatout.trial.channel import Channel, Hangup
 from flatout.trial.fetching import fetches
-from flatout.trial.listening import Ear, Surroundings, ear_for
+from flatout.trial.listening import Listening, Surroundings
 from flatout.trial.ranks import Ranks, choices_of
 from flatout.trial.recorder import Recorder
 from flatout.trial.spec import TrialSpec, levers
@@ -89,8 +89,7 @@ class Worker(Listener):
         self.drawn: list[list[list[float]]] = []
         self.replica: StepReplica | None = None
         self.watch: Watch | None = None
-        self.ear: Ear | None = None
-        self.deaf = ""  # why the ear hears no more
+        self.listening = Listening(Surroundings(torch, self.scene, self.shelter.overlay.looking, self.notes.kept))
         self.channel: Channel | None = None
         self.owner = os.getpid()
         self.claimed: bool | None = None  # None until the first step
@@ -146,7 +145,7 @@ class Worker(Listener):
 
     def _pass_on(self, event: str, *what: Any) -> None:
         """Those who watch and listen beside us hear the same events."""
-        for other in (self.watch, self.ear):
+        for other in (self.watch, self.listening.ear):
             if other is not None:
                 getattr(other, event)(*what)
 
@@ -257,11 +256,11 @@ class Worker(Listener):
             if self.replica is None:
                 return
         elif self.warm:
-            if self.ear is None:
+            if self.listening.ear is None:
                 self.phases.step(start, now)
             else:
                 self.phases.leave_out()
-                self._ear_hears()
+                self.listening.tick()
             self.block.append((start, now))
             self.block_left = self.block_left - 1 if seconds() < self.block_until_s else 0
         elif self.replica is None:
@@ -296,8 +295,8 @@ class Worker(Listener):
             self.clock.settle()
             ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
             self.block = []
-            if self.ear is not None:
-                self._answer({**self._ear_ends(), "ms": ms})
+            if self.listening.ear is not None:
+                self._answer({**self.listening.end(), "ms": ms})
             else:
                 self.measured.extend(ms)
                 self._answer({"ms": ms})
@@ -318,8 +317,9 @@ class Worker(Listener):
                 self.block_left = 0
                 break
             if do == "listen":
-                failed = self._ear_begins(command)
-                if not failed:
+                failed = self.listening.begin(command)
+                if self.listening.ear is not None:
+                    self.block_left = self.listening.ear.ticks
                     self.block_until_s = seconds() + float(command.get("seconds", "inf"))
                     break
                 self._answer({"why_not": failed})
@@ -356,38 +356,6 @@ class Worker(Listener):
         if do == "fetch":
             return {"fetches": fetches(self.torch, self.scene)}
         return {"error": f"unknown command {do!r}"}
-
-    # -- listening ----------------------------------------------------------------------------------------------------
-
-    def _ear_begins(self, wishes: dict[str, Any]) -> str:
-        """Why it cannot, or nothing."""
-        around = Surroundings(self.torch, self.scene, self.shelter.overlay.looking, self.notes.kept)
-        ear = ear_for(wishes["ear"], around, wishes)
-        try:
-            ear.begin()
-        except Exception as error:  # a profiler of the script's own that is running, say
-            ear.end_quietly()
-            return _named(error)
-        self.ear, self.deaf, self.block_left = ear, "", ear.ticks
-        return ""
-
-    def _ear_hears(self) -> None:
-        assert self.ear is not None
-        try:
-            if not self.deaf:
-                self.ear.tick()
-        except Exception as error:
-            self.deaf = _named(error)
-
-    def _ear_ends(self) -> dict[str, Any]:
-        assert self.ear is not None
-        ear, self.ear = self.ear, None
-        try:
-            heard = ear.end()
-        except Exception as error:
-            ear.end_quietly()
-            return {"why_not": self.deaf or _named(error)}
-        return {"why_not": self.deaf} if self.deaf else heard
 
     def _follow(self) -> None:
         with self.shelter.overlay.looking():
@@ -479,11 +447,6 @@ class Worker(Listener):
         elif self.channel is not None:
             self.owner = os.getpid()
         _die_with_parent()
-
-
-def _named(error: Exception) -> str:
-    first = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {first[0] if first else 'no message'}"
 
 
 def _die_with_parent() -> None:

@@ -30,10 +30,11 @@ MUCH = 1.15  # an optimizer that is fused, or of few parameters, rarely takes mo
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     phase = profile.phases.get("optimizer")
     what_if = bound(profile, "optimizer")
-    # Where there was no time for the what-if, its own time stands for it.
-    ratio = what_if if measured(profile, "optimizer") or phase is None else without(profile, phase.share * (profile.step_ms or 0.0))
+    own = without(profile, phase.share * (profile.step_ms or 0.0)) if phase else what_if
+    # No mend saves more than its own time, which also stands for the what-if where there was no time for that.
+    ratio = what_if if measured(profile, "optimizer") or phase is None else own
     optimizers = [o for o in profile.settings.get("optimizers") or () if not o.get("fused")]
-    if ratio is None or ratio.median < MUCH or not optimizers:
+    if ratio is None or own is None or min(ratio.median, own.median) < MUCH or not optimizers:
         return
     takes = f"takes {of_step(profile, phase.share * (profile.step_ms or 0.0))}" if phase else "takes much of the step"
     first = max(optimizers, key=lambda o: o.get("tensors") or 0)
