@@ -7,6 +7,7 @@
     ├── ProgramFailed         the user's program failed by itself                        its own exit code
     ├── NothingMeasured       the program ran, but no training step could be measured    exit 3
     ├── TrialFailed           a trial died, hung or lost its program                     exit 3
+    ├── LoopError             a Loop cannot train as it is asked to, or without a mistake exit 1
     └── StorageError          a folder or a disk refuses to be written                   exit 4
 """
 
@@ -45,6 +46,10 @@ class NothingMeasured(FlatoutError):
 
 class TrialFailed(FlatoutError):
     exit_code = 3
+
+
+class LoopError(FlatoutError):
+    """A `flatout.Loop` was asked for what it cannot do exactly, or its model, loss or batches do not fit together."""
 
 
 class StorageError(FlatoutError):

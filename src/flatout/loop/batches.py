@@ -1,0 +1,88 @@
+"""Batches as users' loaders make them: nested tuples, lists, mappings and dataclasses of tensors. How many samples, parts of them, on a device.
+
+A batch has ``B`` samples where every tensor that has samples has them along its first dimension. A list or tuple of ``B`` things that are no
+tensors (file names, captions) has one for each sample, too. Everything else belongs to the whole batch and goes into every part.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flatout.plan.errors import LoopError
+
+
+def size_of(batch: Any) -> int:
+    """The number of samples: the length of the first tensor that has a dimension. Raises LoopError where there is none."""
+    if type(batch) in (list, tuple) and batch and hasattr(batch[0], "shape") and batch[0].shape:
+        return int(batch[0].shape[0])
+    for tensor in tensors_of(batch):
+        if tensor.dim():
+            return int(tensor.shape[0])
+    raise LoopError(f"a batch of the loader ({type(batch).__name__}) holds no tensor with a dimension, so its samples cannot be counted. "
+                    "Let the loader give tensors whose first dimension is the sample.")
+
+
+def tensors_of(batch: Any) -> Iterator[Any]:
+    if hasattr(batch, "untyped_storage"):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_of(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from tensors_of(value)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from tensors_of(getattr(batch, field.name))
+
+
+def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """The batch in parts of these many samples, views of its tensors; their sum must be the batch's size."""
+    total = sum(sizes)
+    if len(sizes) == 1:
+        return [batch]
+    ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
+    return [part_of(batch, end - size, end, total) for size, end in zip(sizes, ends, strict=True)]
+
+
+def part_of(batch: Any, start: int, end: int, total: int) -> Any:
+    """Samples ``start`` to ``end`` of a batch of ``total``."""
+
+    def of(thing: Any) -> Any:
+        if hasattr(thing, "untyped_storage"):
+            return thing[start:end] if thing.dim() and thing.shape[0] == total else thing
+        if isinstance(thing, (list, tuple)) and len(thing) == total and total > 1 and not any(True for _ in tensors_of(thing)):
+            return thing[start:end]
+        return _rebuilt(thing, of)
+
+    return of(batch)
+
+
+def moved(batch: Any, device: Any) -> Any:
+    """The batch on a device; copies from pinned memory do not wait."""
+
+    def of(thing: Any) -> Any:
+        if hasattr(thing, "untyped_storage"):
+            return thing if thing.device == device else thing.to(device, non_blocking=True)
+        return _rebuilt(thing, of)
+
+    return of(batch)
+
+
+def _rebuilt(thing: Any, of: Callable[[Any], Any]) -> Any:
+    """The same container with ``of`` applied to what it holds; anything else as it is."""
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return type(thing)(*(of(value) for value in thing))
+    if isinstance(thing, (list, tuple)):
+        return type(thing)(of(value) for value in thing)
+    if isinstance(thing, Mapping):
+        other: Any = copy.copy(thing)
+        for key in thing:
+            other[key] = of(thing[key])
+        return other
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        return dataclasses.replace(thing, **{field.name: of(getattr(thing, field.name)) for field in dataclasses.fields(thing) if field.init})
+    return thing

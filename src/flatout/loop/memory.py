@@ -1,0 +1,137 @@
+"""Running out of memory, and the micro-batches that fit."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from flatout.loop.windows import cut
+
+GROW_AFTER = 64  # steps that went well; twice as many after each attempt that failed
+# Families of messages of allocators that raise a plain RuntimeError.
+WORDS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(torch: Any, error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
+
+
+def release(torch: Any, device: Any) -> None:
+    """Give back what only the failed step has held."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """What is kept of the exception: words and numbers, no frame and no tensor. ``size`` is the micro-batch that did not fit."""
+
+    said: str
+    size: int
+
+    @classmethod
+    def seen(cls, error: BaseException, size: int) -> OutOfMemory:
+        """Empties the frames of the exception and of those that it came from: their variables are the step's tensors."""
+        said = (str(error).strip().splitlines() or ["no message"])[0][:300]
+        each: BaseException | None = error
+        met: set[int] = set()
+        while each is not None and id(each) not in met:
+            met.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            each = each.__cause__ or each.__context__
+        return cls(said, size)
+
+    def what_would_fit(self) -> str:
+        return ("One sample does not fit: a smaller model or input does, precision=\"bf16\" (about half of the activations), or recomputing activations "
+                "(torch.utils.checkpoint) for about a third more time.")
+
+
+class MicroBatches:
+    """How large micro-batches are: as large as was asked for, smaller once that did not fit, and larger again when it has gone well for long."""
+
+    def __init__(self, asked: int | None) -> None:
+        self.asked = asked
+        self.limit = asked
+        self.failed: list[int] = []
+        self._good = 0
+        self._patience = GROW_AFTER
+
+    def whole(self, size: int) -> bool:
+        return self.limit is None or size <= self.limit
+
+    def sizes(self, size: int) -> list[int]:
+        return cut(size, self.limit)
+
+    def largest(self, window: list[tuple[Any, int]]) -> int:
+        return max(self.sizes(size)[0] for _, size in window)
+
+    def shrink(self, failed: int) -> None:
+        """``failed`` samples did not fit: half of them from now on."""
+        if self.failed:
+            self._patience *= 2
+        self.failed.append(failed)
+        self.limit = -(-failed // 2)
+        self._good = 0
+
+    def went_well(self) -> None:
+        """Called after each step while they are smaller than asked for."""
+        self._good += 1
+        if self._good >= self._patience and self.limit is not None:
+            self._good = 0
+            wider = 2 * self.limit
+            largest = self.asked if self.asked is not None else max(self.failed)
+            self.limit = wider if wider < largest else self.asked
+
+    @property
+    def reduced(self) -> bool:
+        return self.limit != self.asked
+
+
+class Updates:
+    """Whether an optimizer that failed has changed anything.
+
+    In its first step, when state is made and memory is most likely to end, the norms of all parameters tell. Later on the writes that torch counts
+    for each tensor do (``_version``), but fused and foreach steps write without being counted: these are not trusted.
+    """
+
+    def __init__(self, torch: Any, optimizer: Any, parameters: list[Any]) -> None:
+        self.torch, self.optimizer, self.parameters = torch, optimizer, parameters
+        self._known = -1
+        self._state: list[Any] = []
+        self._counted = all(group.get("foreach") is False or parameters[0].device.type == "cpu" for group in optimizer.param_groups) and not any(
+            group.get("foreach") or group.get("fused") for group in optimizer.param_groups)
+
+    def stamp(self) -> tuple[int, Any]:
+        """How many parameters have state, and what shows that neither they nor it were written to; None where nothing would."""
+        state = self.optimizer.state
+        known = len(state)
+        if not known:
+            with self.torch.no_grad():
+                return 0, self.torch._foreach_norm(self.parameters)
+        if not self._counted:
+            return known, None
+        if known != self._known:
+            self._known = known
+            self._state = [tensor for each in state.values() if isinstance(each, dict) for tensor in each.values() if hasattr(tensor, "_version")]
+        return known, (sum(map(_version, self.parameters)), sum(map(_version, self._state)))
+
+    def undo(self, before: tuple[int, Any]) -> bool:
+        """Take away state that was only just made. False where something else may have changed, which nobody can undo."""
+        known, told = before
+        if known:
+            return told is not None and len(self.optimizer.state) == known and told == self.stamp()[1]
+        with self.torch.no_grad():
+            now = self.torch._foreach_norm(self.parameters)
+        if not all(self.torch.equal(a, b) for a, b in zip(told, now, strict=True)):
+            return False
+        self.optimizer.state.clear()
+        return True
+
+
+_version = attrgetter("_version")

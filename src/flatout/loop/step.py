@@ -1,0 +1,61 @@
+"""One step of a `flatout.Loop`: what a person may want to know of it, without making the device wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Step:
+    """One optimizer step, over one effective batch.
+
+    index        how many steps came before it in this loop, from 0
+    epoch        from 0
+    loss         the loss of the whole effective batch: a detached scalar tensor on the device. ``float(step.loss)`` waits for it
+    lr           the learning rate of the first parameter group that this step was made with
+    samples      in this effective batch
+    parts        micro-batches that it was computed in
+    grad_norm    before clipping, a scalar tensor; None without ``clip``
+    metrics      what ``loss_fn`` gave beside the loss, joined over the micro-batches: scalar tensors
+    skipped      why the optimizer did not step, in words; empty where it did
+    ends_epoch   whether this is the last step of its epoch; None where the loader has no length
+    """
+
+    __slots__ = ("_rate", "ends_epoch", "epoch", "grad_norm", "index", "loss", "lr", "metrics", "parts", "samples", "skipped")
+
+    def __init__(self, index: int, epoch: int, loss: Any, lr: float, samples: int, parts: int, grad_norm: Any, metrics: dict[str, Any], skipped: str,
+                 ends_epoch: bool | None, rate: Rate) -> None:
+        self.index, self.epoch, self.loss, self.lr, self.samples, self.parts = index, epoch, loss, lr, samples, parts
+        self.grad_norm, self.metrics, self.skipped, self.ends_epoch, self._rate = grad_norm, metrics, skipped, ends_epoch, rate
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Over the last steps, the time between steps included; None before the second one."""
+        return self._rate.samples_per_s()
+
+    def __repr__(self) -> str:
+        skipped = f", skipped: {self.skipped}" if self.skipped else ""
+        return f"Step({self.index}, epoch {self.epoch}, {self.samples} samples, lr {self.lr:g}{skipped})"
+
+
+class Rate:
+    """Samples a second over the last WINDOW steps."""
+
+    WINDOW = 32
+
+    def __init__(self) -> None:
+        self._ends: list[float] = [0.0] * self.WINDOW
+        self._samples: list[int] = [0] * self.WINDOW
+        self._count = 0
+
+    def step(self, end_s: float, samples: int) -> None:
+        at = self._count % self.WINDOW
+        self._ends[at], self._samples[at] = end_s, samples
+        self._count += 1
+
+    def samples_per_s(self) -> float | None:
+        kept = min(self._count, self.WINDOW)
+        if kept < 2:
+            return None
+        first, last = (self._count - kept) % self.WINDOW, (self._count - 1) % self.WINDOW
+        span = self._ends[last] - self._ends[first]
+        return (sum(self._samples[:kept]) - self._samples[first]) / span if span > 0 else None

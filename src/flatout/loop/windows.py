@@ -1,0 +1,44 @@
+"""Which batches of the loader make one effective batch, and into which micro-batches it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from flatout.loop.batches import size_of
+from flatout.plan.errors import LoopError
+
+
+def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tuple[Any, int]]]:
+    """Lists of (batch, samples), each list one optimizer step. Without ``effective``, each batch alone.
+
+    The last window of an epoch is as short as what is left. Raises LoopError where the loader's batches do not add up to the effective batch.
+    """
+    window: list[tuple[Any, int]] = []
+    filled = 0
+    for batch in batches:
+        size = size_of(batch)
+        if effective is None:
+            yield [(batch, size)]
+            continue
+        if filled + size > effective:
+            loaders = window[0][1] if window else size
+            near = sorted({effective // loaders * loaders or loaders, (effective // loaders + 1) * loaders})
+            raise LoopError(f"effective_batch={effective} is not a whole number of the loader's batches of {loaders} samples. "
+                            f"Take {' or '.join(map(str, near))}, or another batch_size for the loader.")
+        window.append((batch, size))
+        filled += size
+        if filled == effective:
+            yield window
+            window, filled = [], 0
+    if window:
+        yield window
+
+
+def cut(size: int, micro_batch: int | None) -> list[int]:
+    """Sizes of the micro-batches of a batch, as even as they can be: 10 in parts of at most 4 are 4, 3, 3."""
+    if micro_batch is None or size <= micro_batch:
+        return [size]
+    parts = -(-size // micro_batch)
+    small, more = divmod(size, parts)
+    return [small + 1] * more + [small] * (parts - more)

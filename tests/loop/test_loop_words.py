@@ -1,0 +1,219 @@
+"""What a Loop refuses, and its words; what it gives beside the loss; precision; what `import flatout` loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+import flatout  # noqa: E402
+from flatout.loop.batches import moved, part_of, size_of  # noqa: E402
+from flatout.plan.errors import LoopError  # noqa: E402
+
+
+def loss_fn(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def batches(count=4, size=6):
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(size, 5, generator=generator), torch.randint(0, 3, (size,), generator=generator)) for _ in range(count)]
+
+
+def loop(loss=loss_fn, loader=None, model=None, **more):
+    torch.manual_seed(0)
+    model = model or nn.Linear(5, 3)
+    return flatout.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batches() if loader is None else loader, **more)
+
+
+def contrastive(model, batch):
+    """Each sample against all others of the batch."""
+    found = nn.functional.normalize(model(batch[0]), dim=1)
+    return nn.functional.cross_entropy(found @ found.T / 0.1, torch.arange(len(found)))
+
+
+def over_some(model, batch):
+    """The mean over the samples of class 0, without saying so."""
+    chosen = batch[1] == 0
+    return nn.functional.cross_entropy(model(batch[0])[chosen], batch[1][chosen])
+
+
+def summed_with_a_count(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+
+def by_hand_over_the_batch(model, batch):
+    """Batch normalisation that no module tells of, and only in training."""
+    x = model(batch[0])
+    return nn.functional.cross_entropy((x - x.mean(0)) / x.std(0) if model.training else x, batch[1])
+
+
+@pytest.mark.parametrize("loss", [contrastive, over_some, by_hand_over_the_batch])
+@pytest.mark.parametrize("how", [{"micro_batch": 2}, {"effective_batch": 12}], ids=str)
+def test_what_cannot_be_divided_is_refused(loss, how):
+    with pytest.raises(LoopError, match=r"does not follow from the losses of its parts.*allow_inexact"):
+        list(loop(loss, **how))
+    assert len(list(loop(loss, allow_inexact=True, **how))) == (4 if "micro_batch" in how else 2)
+    assert len(list(loop(loss))) == 4  # whole batches are nobody's business
+
+
+def test_a_count_that_is_not_averaged_over():
+    with pytest.raises(LoopError, match="it is a sum"):
+        list(loop(summed_with_a_count, micro_batch=2))
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.BatchNorm1d(3, track_running_stats=False)], ids=lambda m: type(m).__name__)
+def test_batch_normalisation_is_refused_with_its_name(norm):
+    with pytest.raises(LoopError, match=r"normalises over the batch \(module 1\)"):
+        list(loop(model=nn.Sequential(nn.Linear(5, 3), norm), micro_batch=2))
+
+
+def test_batch_normalisation_that_is_frozen_divides():
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3).eval())
+    assert [step.parts for step in loop(model=model, micro_batch=2)] == [3] * 4
+
+
+def test_trying_out_leaves_no_trace():
+    """Running statistics and random states are the same whether a batch is divided or not."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.5))
+    model.register_buffer("calls", torch.zeros(()))
+    model.register_forward_hook(lambda module, args, out: module.calls.add_(1) and None)
+    steps = iter(loop(model=model, micro_batch=3))
+    torch.manual_seed(1)
+    next(steps)
+    assert model.calls == 2
+    after = torch.rand(())
+    torch.manual_seed(1)
+    nn.functional.dropout(torch.ones(3, 3)), nn.functional.dropout(torch.ones(3, 3))
+    assert torch.equal(after, torch.rand(()))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"epochs": 0}, "epochs=0"), ({"effective_batch": 2.5}, "effective_batch=2.5"), ({"micro_batch": -1}, "micro_batch=-1"), ({"clip": 0}, "clip=0"),
+        ({"reduction": "average"}, "reduction='average'"), ({"metrics": {"a": "median"}}, "median"), ({"precision": "half"}, "precision='half'"),
+        ({"effective_batch": 7}, "Take 6 or 12"), ({"loader": []}, "no batch"), ({"loader": [3]}, "no tensor"),
+        ({"loss": lambda model, batch: 3.0}, "gave a float"), ({"loss": lambda model, batch: (model(batch[0]).sum(), 1, 2)}, "a tuple of Tensor, int, int"),
+        ({"loss": lambda model, batch: model(batch[0]).sum(1), "micro_batch": 2}, r"shape \[6\]"),
+        ({"loader": [(torch.zeros(1, 5), torch.zeros(1, dtype=torch.long))], "effective_batch": 2}, 'reduction="mean"'),
+    ],
+)
+def test_a_mistake_is_told_in_words(more, words):
+    with pytest.raises(LoopError, match=words):
+        list(loop(**more))
+
+
+def test_an_optimizer_of_something_else():
+    with pytest.raises(LoopError, match=r"torch\.optim"):
+        flatout.Loop(nn.Linear(1, 1), "adam", loss_fn, [])
+    with pytest.raises(LoopError, match="nothing to train"):
+        flatout.Loop(nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)], 0.1), loss_fn, [])
+
+
+def test_an_iterator_is_told_apart_from_a_loader():
+    with pytest.raises(LoopError, match="only once"):
+        list(loop(loader=iter(batches()), epochs=2))
+
+
+def test_metrics_are_joined_as_asked():
+    def told(model, batch):
+        scores = model(batch[0])
+        right = (scores.argmax(1) == batch[1]).sum()
+        return loss_fn(model, batch), {"right": right, "accuracy": right / len(batch[1]), "largest": scores.max(), "last": len(batch[1])}
+
+    metrics = {"right": "sum", "largest": "max", "last": "last"}
+    whole, divided = list(loop(told, metrics=metrics)), list(loop(told, metrics=metrics, micro_batch=4))
+    for a, b in zip(whole, divided, strict=True):
+        assert a.metrics["right"] == b.metrics["right"]
+        assert float(a.metrics["accuracy"]) == pytest.approx(float(b.metrics["accuracy"]))
+        assert float(a.metrics["largest"]) == pytest.approx(float(b.metrics["largest"]), rel=1e-5)
+        assert (a.metrics["last"], b.metrics["last"]) == (6, 3)
+        assert not a.metrics["largest"].requires_grad
+
+
+def test_steps_end_the_loop_and_it_goes_on_from_there():
+    again = loop(epochs=3, steps=5)
+    assert [step.index for step in again] == [0, 1, 2, 3, 4]
+    assert [step.index for step in again] == [5, 6, 7, 8, 9]
+
+
+def test_samples_per_s_counts_what_went_by():
+    steps = list(loop(epochs=20))
+    assert steps[-1].samples_per_s > 0
+    assert "Step(79" in repr(steps[-1])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_narrow_precision_trains_with_weights_in_float32(precision):
+    model = nn.Sequential(nn.Linear(5, 64), nn.ReLU(), nn.Linear(64, 3))
+    seen = []
+    model[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    losses = [float(step.loss) for step in loop(model=model, precision=precision, epochs=40, effective_batch=12, micro_batch=3)]
+    assert set(seen) == {torch.bfloat16 if precision == "bf16" else torch.float16}
+    assert losses[-1] < losses[0]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_scaler_skips_a_step_and_the_scheduler_waits():
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def loss(model, batch):
+        return loss_fn(model, batch) * (1e30 if infinite.pop(0) else 1.0)
+
+    infinite = [False, True, False, False]
+    steps = list(flatout.Loop(model, optimizer, loss, batches(), precision="fp16", scheduler=scheduler, clip=1.0))
+    assert [bool(step.skipped) for step in steps] == [False, True, False, False]
+    assert "loss scale" in steps[1].skipped
+    assert [step.lr for step in steps] == [1.0, 0.5, 0.5, 0.25]
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+    name: list[str]
+    scale: float = 2.0
+
+
+X = torch.arange(12.0).reshape(6, 2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (X, X[2:4]), ((X, X[:, 0]), (X[2:4], X[2:4, 0])), ([X, "abc"], [X[2:4], "abc"]),
+        ({"x": X, "names": list("abcdef")}, {"x": X[2:4], "names": ["c", "d"]}),
+        (Pair(X, {"z": (X, torch.tensor(3.0))}), Pair(X[2:4], {"z": (X[2:4], torch.tensor(3.0))})), (Sample(X, list("abcdef")), Sample(X[2:4], ["c", "d"])),
+        ((X, torch.eye(3)), (X[2:4], torch.eye(3))),
+    ],
+    ids=["tensor", "tuple", "list", "mapping", "named tuple", "dataclass", "a tensor of the whole batch"],
+)
+def test_parts_of_batches_of_every_make(batch, expected):
+    part = part_of(batch, 2, 4, 6)
+    assert type(part) is type(batch)
+    assert str(part) == str(expected)
+    assert size_of(batch) == 6
+    assert size_of(part) == 2
+    assert str(moved(batch, torch.device("cpu"))) == str(batch)
+
+
+def test_importing_flatout_stays_light():
+    """The library's names are loaded when they are asked for."""
+    code = "import sys, flatout; assert 'torch' not in sys.modules; flatout.Plan; assert 'torch' not in sys.modules; flatout.Loop; flatout.Step"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    with pytest.raises(AttributeError, match="no attribute 'Looop'"):
+        _ = flatout.Looop
