@@ -59,26 +59,55 @@ class Loaders:
                 init(loader, *args, **kwargs)  # the call is wrong: torch's own error is the right one
                 return
             asked = dict(list(bound.arguments.items())[1:])
-            dataset = asked.get("dataset")
-            changed = dict(asked)
-            for rule in self.rules:
-                changed = rule.change(dataset, changed)
+            changed = self._changed(asked)
             if changed == asked:
                 init(loader, *args, **kwargs)
             else:
                 init(loader, **changed)
-            self.alive[loader] = asked
-            if self._dataset is None and is_map_style(dataset):
-                self._dataset = _weakly(dataset)
-            if changed.get("persistent_workers") and not asked.get("persistent_workers"):
-                self._made_persistent.add(loader)
-            place = place_of(users_line(sys._getframe(1)))
-            self.number[loader] = len(self.seen)
-            self.seen.append({**_describe(loader, dataset, asked), "place": place.to_json() if place is not None else None})
+            self._note(loader, asked, changed, place_of(users_line(sys._getframe(1))))
 
         ledger.set(loader_class, "__init__", init_heard)
         self._keep_the_draw(ledger)
         self._feed_iterators(ledger)
+
+    def _changed(self, asked: dict[str, Any]) -> dict[str, Any]:
+        changed = dict(asked)
+        for rule in self.rules:
+            changed = rule.change(asked.get("dataset"), changed)
+        return changed
+
+    def _note(self, loader: Any, asked: dict[str, Any], changed: dict[str, Any], place: Any = None) -> None:
+        dataset = asked.get("dataset")
+        self.alive[loader] = asked
+        if self._dataset is None and is_map_style(dataset):
+            self._dataset = _weakly(dataset)
+        if changed.get("persistent_workers") and not asked.get("persistent_workers"):
+            self._made_persistent.add(loader)
+        self.number[loader] = len(self.seen)
+        self.seen.append({**_describe(loader, dataset, asked), "place": place.to_json() if place is not None else None})
+
+    def meet(self, loader: Any) -> None:
+        """A DataLoader that was made before we came. What is none is nobody's business."""
+        if isinstance(loader, self.torch.utils.data.DataLoader):
+            asked = arguments_of(loader, self.torch)
+            self._note(loader, asked, asked)
+
+    def made_anew(self, loader: Any, ledger: Ledger) -> Any:
+        """The DataLoader as the rules would have had it made; from here on feeds act on it."""
+        if loader not in self.alive:
+            return loader
+        if self.rules or self.feed_rules:
+            self._keep_the_draw(ledger)
+            self._feed_iterators(ledger)
+        asked = self.alive[loader]
+        changed = self._changed(asked)
+        if changed == asked or type(loader) is not self.torch.utils.data.DataLoader:  # a subclass is made by arguments of its own
+            return loader
+        other = type(loader)(**changed)
+        del self.alive[loader]
+        self.seen.clear()
+        self._note(other, asked, changed)
+        return other
 
     def _keep_the_draw(self, ledger: Ledger) -> None:
         """Each epoch draws a seed for its workers; persistent ones need none, and every later draw (the next shuffle) would differ."""
@@ -196,6 +225,28 @@ def _alike(a: Any, b: Any) -> bool:
     if hasattr(a, "shape") and hasattr(a, "tolist"):  # tensors and arrays
         return a is b or repr(a.tolist()) == repr(b.tolist())
     return a is b or hasattr(a, "getbands") or type(a).__eq__ is object.__eq__ or bool(a == b)
+
+
+def arguments_of(loader: Any, torch: Any) -> dict[str, Any]:
+    """The arguments with which this DataLoader would be made again: the samplers that it made for itself are left to it."""
+    data = torch.utils.data
+    asked: dict[str, Any] = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+    sampler, batches = loader.sampler, loader.batch_sampler
+    if type(batches) is not data.BatchSampler and batches is not None:
+        asked["batch_sampler"] = batches
+    else:
+        asked["batch_size"], asked["drop_last"] = loader.batch_size, loader.drop_last
+        own_shuffle = type(sampler) is data.RandomSampler and not sampler.replacement and sampler._num_samples is None
+        if own_shuffle and sampler.generator is loader.generator:
+            asked["shuffle"] = True
+        elif type(sampler) is not data.SequentialSampler and is_map_style(loader.dataset):
+            asked["sampler"] = sampler
+    defaults = {"num_workers": 0, "pin_memory": False, "timeout": 0, "worker_init_fn": None, "generator": None, "persistent_workers": False,
+                "pin_memory_device": "", "in_order": True, "multiprocessing_context": None}
+    asked.update({name: value for name, default in defaults.items() if (value := getattr(loader, name, default)) != default})
+    if loader.num_workers and loader.prefetch_factor is not None:
+        asked["prefetch_factor"] = loader.prefetch_factor
+    return asked
 
 
 def _weakly(thing: Any) -> Callable[[], Any]:

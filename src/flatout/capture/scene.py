@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -156,6 +156,24 @@ class Scene:
         }
 
     # -- entering ---------------------------------------------------------------------------------------------------
+
+    def introduce(self, roots: Iterable[Any], optimizers: Iterable[Any], loaders: Iterable[Any], losses: Iterable[Any] = ()) -> None:
+        """In the place of ``install``, for somebody who has these objects in hand: nothing is looked for, and no step is heard of."""
+        self._roots = {id(root): weakref.ref(root) for root in roots}
+        self._losses = {id(loss): weakref.ref(loss) for loss in losses}
+        for optimizer in optimizers:
+            self._meet(optimizer)
+        self.compiled_by_script = any(map(_is_compiled, self.roots))
+        for loader in loaders:
+            self._loaders.meet(loader)
+
+    def made_anew(self, loader: Any, ledger: Ledger) -> Any:
+        """This DataLoader as the rules would have made it: itself, where none has anything to say. Feeds act on it from here on."""
+        return self._loaders.made_anew(loader, ledger)
+
+    def first_step_done(self, backwards: int) -> None:
+        """For somebody who steps himself: levers may act."""
+        self.steps, self.backwards, self.backwards_in_last_step = 1, backwards, backwards
 
     def install(self) -> None:
         """Put the hooks in place. Called once, right after torch was imported."""

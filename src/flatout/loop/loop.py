@@ -16,9 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
+from flatout.engine.applier import Outcome
 from flatout.loop.batches import moved, split
+from flatout.loop.levers import Levers, plan_of
 from flatout.loop.memory import MicroBatches, OutOfMemory, Updates, is_out_of_memory, release
 from flatout.loop.precision import Precision
 from flatout.loop.randomness import RandomState
@@ -27,6 +30,7 @@ from flatout.loop.step import Rate, Step
 from flatout.loop.windows import windows
 from flatout.measure.clock import seconds
 from flatout.plan.errors import LoopError
+from flatout.plan.plan import Plan
 
 LEANER = "foreach=False or fused=True needs less memory for a moment, so do smaller micro-batches (micro_batch=...)."
 WATCHED_STEPS = 8  # in which it is seen whether a step draws from `random` or numpy
@@ -48,6 +52,8 @@ class Loop:
     effective_batch  samples of one optimizer step: a multiple of the loader's batch. None: the loader's batch
     micro_batch      samples of one forward and backward pass at most. None: the loader's batch, or less once that did not fit
     reduction        "mean" or "sum", where ``loss_fn`` cannot be tried out; None: it is tried out when a batch is first to be divided
+    plan             a `flatout.Plan`, or the path of a flatout.toml: levers applied to these very objects. ``loop.outcomes`` says what of it
+                     holds, and what does not, because
     scheduler        its ``step()`` is called after each optimizer step
     clip             the gradient's norm is clipped to this
     precision        "float32" (whatever the model has), "bf16" or "fp16" (autocast, with a scaler for fp16)
@@ -57,9 +63,10 @@ class Loop:
     Raises LoopError, in words, for what cannot be trained as asked; what the user's own code raises passes through.
     """
 
-    def __init__(self, model: Any, optimizer: Any, loss_fn: Callable[[Any, Any], Any], loader: Iterable[Any], *, epochs: int = 1, steps: int | None = None,
-                 effective_batch: int | None = None, micro_batch: int | None = None, reduction: str | None = None, scheduler: Any = None,
-                 clip: float | None = None, precision: str = "float32", metrics: Mapping[str, str] | None = None, allow_inexact: bool = False) -> None:
+    def __init__(self, model: Any, optimizer: Any, loss_fn: Callable[[Any, Any], Any], loader: Iterable[Any], *, plan: Plan | str | Path | None = None,
+                 epochs: int = 1, steps: int | None = None, effective_batch: int | None = None, micro_batch: int | None = None,
+                 reduction: str | None = None, scheduler: Any = None, clip: float | None = None, precision: str = "float32",
+                 metrics: Mapping[str, str] | None = None, allow_inexact: bool = False) -> None:
         import torch
 
         self.torch = torch
@@ -78,6 +85,11 @@ class Loop:
         self.precision = Precision(torch, precision, self.device, self.parameters)
         self.micro_batches = MicroBatches(_positive("micro_batch", micro_batch))
         self._updates = Updates(torch, optimizer, self.parameters)
+        chosen = plan_of(plan)
+        self._levers = Levers(torch, chosen, model, optimizer, loss_fn, loader) if chosen.choices else None
+        self._levers_hold = self._levers is None
+        if self._levers is not None:
+            self.loader = self._levers.early(loader)
         self.index = 0
         self.epoch = 0
         self._rate = Rate()
@@ -98,6 +110,16 @@ class Loop:
             if not seen:
                 raise LoopError("the loader gave no batch. An iterator can be gone through only once: give the loader itself, not iter(loader).")
             self.epoch += 1
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """Of each choice of the plan: applied, or not, because. Complete after the first step."""
+        return self._levers.outcomes if self._levers is not None else []
+
+    def close(self) -> None:
+        """Take the levers off the model, the optimizer and the loader again, where that can be done. The Loop goes on without them."""
+        if self._levers is not None:
+            self._levers.take_off()
 
     # -- one step -----------------------------------------------------------------------------------------------------------
 
@@ -130,6 +152,9 @@ class Loop:
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
         step = Step(self.index, self.epoch, loss, lr, samples, parts, grad_norm, values, skipped, ends_epoch, self._rate)
+        if not self._levers_hold:
+            self._levers_hold = True
+            self._levers.late(parts)
         self.index += 1
         self._rate.step(seconds(), samples)
         return step
