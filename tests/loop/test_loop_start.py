@@ -1,0 +1,57 @@
+"""A device and a seed, in words."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import flatout  # noqa: E402
+from flatout.plan.errors import LoopError  # noqa: E402
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+@NO_GPU
+def test_without_a_gpu_it_is_the_cpu_in_words(caplog):
+    caplog.set_level(logging.INFO, "flatout")
+    assert flatout.device() == torch.device("cpu")
+    assert "training on the CPU: " in caplog.text
+    assert flatout.device("cpu") == torch.device("cpu")
+
+
+@NO_GPU
+def test_a_gpu_that_is_not_there():
+    with pytest.raises(LoopError, match=r"'cuda:3' is not to be had: .*flatout doctor"):
+        flatout.device("cuda:3")
+    with pytest.raises(LoopError, match="none that torch knows"):
+        flatout.device("gpu")
+
+
+def test_a_seed_reaches_every_generator():
+    def drawn():
+        return torch.rand(3).tolist(), random.random(), np.random.rand()
+
+    assert flatout.seed(7) == 7
+    first = drawn()
+    assert drawn() != first
+    flatout.seed(7)
+    assert drawn() == first
+
+
+@pytest.mark.parametrize("value", [-1, 2**32, 1.5, True, "0"])
+def test_a_seed_that_numpy_would_not_take(value):
+    with pytest.raises(LoopError, match="whole number"):
+        flatout.seed(value)
+
+
+def test_deterministic_is_asked_for():
+    try:
+        flatout.seed(1, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
