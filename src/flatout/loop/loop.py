@@ -17,18 +17,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flatout.engine.applier import Outcome
 from flatout.loop.batches import moved, split
-from flatout.loop.levers import Levers, plan_of
-from flatout.loop.memory import MicroBatches, OutOfMemory, Updates, is_out_of_memory, release
+from flatout.loop.levers import LOGGER, Levers, plan_of
+from flatout.loop.memory import MicroBatches, OutOfMemory, Room, Updates, is_out_of_memory, release
 from flatout.loop.precision import Precision
 from flatout.loop.randomness import RandomState
 from flatout.loop.reduction import MEAN, SUM, Answer, Recogniser, understood
+from flatout.loop.sizing import Sized, Sizing, StepSeen, fastest
 from flatout.loop.step import Rate, Step
 from flatout.loop.windows import windows
-from flatout.measure.clock import seconds
+from flatout.measure.clock import clock_for, seconds
 from flatout.plan.errors import LoopError
 from flatout.plan.plan import Plan
 
@@ -50,7 +51,8 @@ class Loop:
     epochs           times over the loader
     steps            optimizer steps after which the loop ends, wherever it stands then
     effective_batch  samples of one optimizer step: a multiple of the loader's batch. None: the loader's batch
-    micro_batch      samples of one forward and backward pass at most. None: the loader's batch, or less once that did not fit
+    micro_batch      samples of one forward and backward pass at most. None: the loader's batch, or less once that did not fit. "auto": the fastest
+                     size that fits, tried out in the first steps, none of which is wasted
     reduction        "mean" or "sum", where ``loss_fn`` cannot be tried out; None: it is tried out when a batch is first to be divided
     plan             a `flatout.Plan`, or the path of a flatout.toml: levers applied to these very objects. ``loop.outcomes`` says what of it
                      holds, and what does not, because
@@ -64,7 +66,7 @@ class Loop:
     """
 
     def __init__(self, model: Any, optimizer: Any, loss_fn: Callable[[Any, Any], Any], loader: Iterable[Any], *, plan: Plan | str | Path | None = None,
-                 epochs: int = 1, steps: int | None = None, effective_batch: int | None = None, micro_batch: int | None = None,
+                 epochs: int = 1, steps: int | None = None, effective_batch: int | None = None, micro_batch: int | Literal["auto"] | None = None,
                  reduction: str | None = None, scheduler: Any = None, clip: float | None = None, precision: str = "float32",
                  metrics: Mapping[str, str] | None = None, allow_inexact: bool = False) -> None:
         import torch
@@ -83,7 +85,10 @@ class Loop:
             raise LoopError(f"metrics={strange!r}: values of micro-batches are joined by one of {', '.join(sorted(JOINED))}.")
         self.reduction = reduction
         self.precision = Precision(torch, precision, self.device, self.parameters)
-        self.micro_batches = MicroBatches(_positive("micro_batch", micro_batch))
+        self._searching = micro_batch == "auto"
+        self.micro_batches = MicroBatches(None if micro_batch == "auto" else _positive("micro_batch", micro_batch))
+        self.sized: Sized | None = None  # what was chosen, and the times of all sizes
+        self._search: Sizing | None = None
         self._updates = Updates(torch, optimizer, self.parameters)
         chosen = plan_of(plan)
         self._levers = Levers(torch, chosen, model, optimizer, loss_fn, loader) if chosen.choices else None
@@ -126,6 +131,7 @@ class Loop:
     def _step(self, window: list[tuple[Any, int]], ends_epoch: bool | None) -> Step:
         optimizer = self.optimizer
         samples = window[0][1] if len(window) == 1 else sum(size for _, size in window)
+        timing = self._try_size(window) if self._searching else None
         others = self._draws_elsewhere
         state = RandomState(self.torch, self.device, others)
         lr = optimizer.param_groups[0]["lr"]
@@ -145,13 +151,15 @@ class Loop:
             state.restore()
         if others:
             self._watch_draws(state)
-        if self.micro_batches.reduced:
+        if self.micro_batches.reduced and not self._searching:
             self.micro_batches.went_well()
         grad_norm = self._clip() if self.clip is not None else None
         skipped = self._update()
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
         step = Step(self.index, self.epoch, loss, lr, samples, parts, grad_norm, values, skipped, ends_epoch, self._rate)
+        if timing is not None:
+            self._size_seen(*timing)
         if not self._levers_hold:
             self._levers_hold = True
             self._levers.late(parts)
@@ -257,6 +265,28 @@ class Loop:
     def _given(self, batch: Any) -> Any:
         with self.precision.autocast():
             return self.loss_fn(self.model, batch)
+
+    def _try_size(self, window: list[tuple[Any, int]]) -> tuple[Any, int]:
+        """Begins a step in micro-batches of the size that is tried out: a mark of the clock, and how often memory had run out by then."""
+        if self._search is None:
+            self._recognise(window)
+            self._clock = clock_for(self.torch, self.device.type)
+            self._room = Room(self.torch, self.device)
+            self._search = fastest(max(size for _, size in window))
+            self.micro_batches.limit = next(self._search)
+        return self._clock.mark(), len(self.micro_batches.failed)
+
+    def _size_seen(self, start: Any, failed: int) -> None:
+        assert self._search is not None
+        end = self._clock.mark()
+        self._clock.settle()
+        fits = len(self.micro_batches.failed) == failed and self._room.left()
+        try:
+            self.micro_batches.limit = self._search.send(StepSeen(self._clock.elapsed_ms(start, end), fits))
+        except StopIteration as over:
+            self.sized, self._searching = over.value, False
+            self.micro_batches.settle_on(self.sized.micro_batch)
+            LOGGER.info(self.sized.sentence())
 
     def _watch_draws(self, before: RandomState) -> None:
         self._drew_elsewhere |= before.others_moved()

@@ -10,6 +10,7 @@ from typing import Any
 
 from flatout.loop.windows import cut
 
+ROOM = 0.95  # of the device's memory; a peak above it leaves none for what fragments
 GROW_AFTER = 64  # steps that went well; twice as many after each attempt that failed
 # Families of messages of allocators that raise a plain RuntimeError.
 WORDS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -88,9 +89,36 @@ class MicroBatches:
             largest = self.asked if self.asked is not None else max(self.failed)
             self.limit = wider if wider < largest else self.asked
 
+    def settle_on(self, size: int) -> None:
+        """From now on this is what was asked for."""
+        self.asked = self.limit = size
+
     @property
     def reduced(self) -> bool:
         return self.limit != self.asked
+
+
+class Room:
+    """Whether the last step left room on the device: no retry of the allocator, which throws everything away and begins anew, and a peak below ROOM."""
+
+    def __init__(self, torch: Any, device: Any) -> None:
+        self.torch, self.device, self.cuda = torch, device, device.type == "cuda"
+        if self.cuda:
+            self.total = torch.cuda.get_device_properties(device).total_memory
+            self._retries = self._seen()
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def _seen(self) -> int:
+        return int(self.torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
+    def left(self) -> bool:
+        """Asked after a step; the next one is counted anew. On a CPU nothing is known of it."""
+        if not self.cuda:
+            return True
+        before, self._retries = self._retries, self._seen()
+        peak = self.torch.cuda.max_memory_reserved(self.device)
+        self.torch.cuda.reset_peak_memory_stats(self.device)
+        return self._retries == before and peak <= ROOM * self.total
 
 
 class Updates:

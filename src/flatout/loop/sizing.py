@@ -1,0 +1,83 @@
+"""The fastest micro-batch that fits: tried out in the first steps of the real training, each of which counts.
+
+Every size divides the same batches, so every step learns what it would have learned; only its time differs. Sizes are halved from the whole batch
+on, each with warm-up steps that are not timed (allocators, caches, algorithms that are picked), until two sizes in a row were slower than the
+best by a tenth. Then the best two are measured again in turns, because one run after another proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+from flatout.measure.statistics import median
+
+WARM_STEPS, TIMED_STEPS, TURNS = 2, 4, 3
+SLOWER = 1.1
+EQUAL = 1.02  # as fast: the smaller one needs less memory
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """How a step went. ``fits`` is False where memory ran out, the allocator had to retry, or its peak left no room."""
+
+    ms: float
+    fits: bool = True
+
+
+@dataclass(frozen=True)
+class Sized:
+    """What was chosen, and the milliseconds a step of every size that was tried; None where it did not fit."""
+
+    micro_batch: int
+    ms: dict[int, float | None]
+
+    def sentence(self) -> str:
+        tried = ", ".join(f"{size}: {'does not fit' if ms is None else f'{ms:.3g} ms'}" for size, ms in self.ms.items())
+        return f"micro-batches of {self.micro_batch} samples are the fastest that fit ({tried})"
+
+
+Sizing = Generator[int, StepSeen, Sized]
+
+
+def fastest(size: int) -> Sizing:
+    """Yields the micro-batch for the next step, is sent how it went, and returns what it chose."""
+    ms: dict[int, float | None] = {}
+    worse, candidate = 0, size
+    while True:
+        ms[candidate] = yield from _timed(candidate, TIMED_STEPS)
+        best = min((each for each in ms.values() if each is not None), default=None)
+        now = ms[candidate]
+        worse = worse + 1 if now is not None and best is not None and now > SLOWER * best else 0
+        if candidate == 1 or worse == 2:
+            break
+        candidate = -(-candidate // 2)
+    fitting = sorted((each, tried) for tried, each in ms.items() if each is not None)
+    if len(fitting) < 2:
+        return Sized(fitting[0][1] if fitting else 1, ms)
+    return Sized((yield from _duel(fitting[0][1], fitting[1][1])), ms)
+
+
+def _timed(candidate: int, steps: int) -> Generator[int, StepSeen, float | None]:
+    """The median time of some steps after warm-up; None as soon as one of them did not fit."""
+    times = []
+    for step in range(WARM_STEPS + steps):
+        seen = yield candidate
+        if not seen.fits:
+            return None
+        if step >= WARM_STEPS:
+            times.append(seen.ms)
+    return median(times)
+
+
+def _duel(first: int, second: int) -> Generator[int, StepSeen, int]:
+    times: dict[int, list[float]] = {first: [], second: []}
+    for turn in range(TURNS):
+        order: Sequence[int] = (first, second) if turn % 2 == 0 else (second, first)
+        for candidate in order:
+            ms = yield from _timed(candidate, TIMED_STEPS)
+            if ms is None:
+                return second if candidate == first else first
+            times[candidate].append(ms)
+    fast, slow = sorted((first, second), key=lambda each: median(times[each]))
+    return min(fast, slow) if median(times[slow]) <= EQUAL * median(times[fast]) else fast
