@@ -99,6 +99,7 @@ def test_trying_out_leaves_no_trace():
     [
         ({"epochs": 0}, "epochs=0"), ({"effective_batch": 2.5}, "effective_batch=2.5"), ({"micro_batch": -1}, "micro_batch=-1"), ({"clip": 0}, "clip=0"),
         ({"reduction": "average"}, "reduction='average'"), ({"metrics": {"a": "median"}}, "median"), ({"precision": "half"}, "precision='half'"),
+        ({"on_nan": "go"}, "on_nan='go'"),
         ({"effective_batch": 7}, "Take 6 or 12"), ({"loader": []}, "no batch"), ({"loader": [3]}, "no tensor"),
         ({"loss": lambda model, batch: 3.0}, "gave a float"), ({"loss": lambda model, batch: (model(batch[0]).sum(), 1, 2)}, "a tuple of Tensor, int, int"),
         ({"loss": lambda model, batch: model(batch[0]).sum(1), "micro_batch": 2}, r"shape \[6\]"),
@@ -175,6 +176,49 @@ def test_a_scaler_skips_a_step_and_the_scheduler_waits():
     assert "loss scale" in steps[1].skipped
     assert [step.lr for step in steps] == [1.0, 0.5, 0.5, 0.25]
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+class Root(nn.Module):
+    def forward(self, x):
+        return x.sqrt()
+
+
+def test_a_nan_is_traced_to_its_module_before_any_weight_moves():
+    model = nn.Sequential(nn.Linear(5, 8), nn.Sequential(nn.ReLU(), Root()), nn.Linear(8, 3))
+    with torch.no_grad():
+        model[0].bias.fill_(100.0)
+
+    def loss(model, batch):
+        if steps.index == 2:
+            model[1][0].register_forward_hook(lambda module, args, out: -out)
+        return loss_fn(model, batch)
+
+    steps, weights = loop(loss, model=model), []
+
+    def train():
+        for _ in steps:
+            weights.append([p.detach().clone() for p in model.parameters()])
+
+    with pytest.raises(LoopError, match=r"the loss of step 2 is nan: module 1\.1 \(Root\) made it from finite inputs.*before this step"):
+        train()
+    assert len(weights) == 2
+    assert all(torch.equal(a, b) for a, b in zip(weights[-1], model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [(lambda model, batch: batch[0].fill_(float("nan")), "inputs of module .* are not finite already"),
+     (lambda model, batch: model.weight.data.fill_(float("inf")), "parameter weight is not finite")],
+    ids=["batch", "weights"],
+)
+def test_a_nan_of_the_batch_or_of_the_weights(spoil, words):
+    def loss(model, batch):
+        spoil(model, batch)
+        return loss_fn(model, batch)
+
+    with pytest.raises(LoopError, match=words):
+        list(loop(loss))
+    assert len(list(loop(loss, on_nan="ignore"))) == 4
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from flatout.engine.applier import Outcome
 from flatout.loop.batches import moved, split
+from flatout.loop.finite import Watch, first_bad_module
 from flatout.loop.levers import LOGGER, Levers, plan_of
 from flatout.loop.memory import MicroBatches, OutOfMemory, Room, Updates, is_out_of_memory, release
 from flatout.loop.precision import Precision
@@ -60,6 +61,8 @@ class Loop:
     clip             the gradient's norm is clipped to this
     precision        "float32" (whatever the model has), "bf16" or "fp16" (autocast, with a scaler for fp16)
     metrics          how the further scalars of micro-batches are joined: name -> "mean" (by samples, the default), "sum", "max", "min" or "last"
+    on_nan           "stop": a loss that is NaN or infinite ends the loop, with the module that made it; "ignore" trains on. With fp16 a step that is
+                     skipped is no reason to stop
     allow_inexact    divide batches also where the gradient is then another one (batch normalisation, losses between samples)
 
     Raises LoopError, in words, for what cannot be trained as asked; what the user's own code raises passes through.
@@ -68,7 +71,7 @@ class Loop:
     def __init__(self, model: Any, optimizer: Any, loss_fn: Callable[[Any, Any], Any], loader: Iterable[Any], *, plan: Plan | str | Path | None = None,
                  epochs: int = 1, steps: int | None = None, effective_batch: int | None = None, micro_batch: int | Literal["auto"] | None = None,
                  reduction: str | None = None, scheduler: Any = None, clip: float | None = None, precision: str = "float32",
-                 metrics: Mapping[str, str] | None = None, allow_inexact: bool = False) -> None:
+                 metrics: Mapping[str, str] | None = None, on_nan: str = "stop", allow_inexact: bool = False) -> None:
         import torch
 
         self.torch = torch
@@ -97,6 +100,9 @@ class Loop:
             self.loader = self._levers.early(loader)
         self.index = 0
         self.epoch = 0
+        if on_nan not in ("stop", "ignore"):
+            raise LoopError(f'on_nan={on_nan!r}: it is "stop" or "ignore".')
+        self._finite = Watch(torch, self.device) if on_nan == "stop" and self.precision.scaler is None else None
         self._rate = Rate()
         self._draws_elsewhere = True  # until it was seen that steps draw from torch alone
         self._drew_elsewhere = False
@@ -171,6 +177,8 @@ class Loop:
         """The gradient of the whole effective batch in ``.grad``; its loss, the number of micro-batches, and further values."""
         if len(window) == 1 and self.micro_batches.whole(window[0][1]):
             answer = self._forward(self._on_device(window[0][0]))
+            if self._finite is not None:
+                self._stop_where_bad(answer.loss, window[0][0])
             self.precision.backward(answer.loss)
             return answer.loss.detach(), 1, self._detached(answer.values)
         self._recognise(window)
@@ -187,6 +195,8 @@ class Loop:
             last = at == len(parts) - 1
             with nullcontext() if last else self._no_sync():
                 answer = self._forward(self._on_device(part))
+                if self._finite is not None and answer.count is None:
+                    self._stop_where_bad(answer.loss, part)
                 weight: Any = 1.0 if self.reduction == SUM else float(size)
                 if answer.count is not None:
                     weight = _as_scalar(self.torch, answer.count, answer.loss)
@@ -220,6 +230,17 @@ class Loop:
                 raise LoopError(f"the optimizer ran out of memory and may have begun to move weights ({failed.said}), so they may be those of half a step "
                                 f"and cannot be trusted: go on from your last save. {LEANER}")
         raise LoopError(f"the optimizer ran out of memory, twice, before it had moved any weight ({failed.said}). {LEANER}")
+
+    def _stop_where_bad(self, loss: Any, batch: Any) -> None:
+        bad = self._finite.bad(self.index, loss)
+        if bad is None:
+            return
+        here = bad == self.index
+        late = f"the loss of step {bad} was not finite, which was known {self.index - bad} steps later"
+        said = f"the loss of step {bad} is {float(loss.detach())}" if here else late
+        where = first_bad_module(self.torch, self.model, lambda: self._given(self._on_device(batch)), None)
+        kept = "The weights are those before this step." if here else "The weights may be spoiled: go on from your last save."
+        raise LoopError(f"{said}: {where}. {kept} on_nan=\"ignore\" trains on.")
 
     def _forward(self, batch: Any) -> Answer:
         with self.precision.autocast():

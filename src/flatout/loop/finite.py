@@ -1,0 +1,80 @@
+"""Losses that are NaN or infinite: seen without making a device wait, and traced to the module that gave the first such number."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from flatout.loop.batches import tensors_of
+from flatout.loop.randomness import RandomState
+
+MOST_PENDING = 64  # losses on their way from the device
+
+
+class Watch:
+    """``bad`` says which step had a loss that is not finite. On a CPU at once; on a device some steps later, when its copy has arrived."""
+
+    def __init__(self, torch: Any, device: Any) -> None:
+        self.torch, self.waits = torch, device.type != "cpu"
+        self._cuda = device.type == "cuda"
+        self._pending: deque[tuple[int, Any, Any]] = deque()
+
+    def bad(self, index: int, loss: Any) -> int | None:
+        """The step whose loss is now known to be bad: this one, or an earlier one."""
+        if not self.waits:
+            return None if math.isfinite(loss.item()) else index
+        if self._cuda:
+            copy = self.torch.empty((), dtype=loss.dtype, pin_memory=True)
+            copy.copy_(loss.detach(), non_blocking=True)
+            event = self.torch.cuda.Event()
+            event.record()
+            self._pending.append((index, copy, event))
+            return self._arrived(everything=len(self._pending) > MOST_PENDING)
+        return None  # no way to ask another device without waiting for it
+
+    def _arrived(self, everything: bool) -> int | None:
+        while self._pending and (everything or self._pending[0][2].query()):
+            index, copy, event = self._pending.popleft()
+            event.synchronize()
+            if not math.isfinite(copy.item()):
+                return index
+        return None
+
+
+def first_bad_module(torch: Any, model: Any, call: Callable[[], Any], state: RandomState | None) -> str:
+    """In words, where the first number that is not finite comes from: parameters, or the module that made it from finite ones. Runs forward once more."""
+    wrong = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return f"parameter {wrong[0]}{more} is not finite: an update before this step has made it so (too large a learning rate, or a gradient without end)"
+    seen: list[str] = []
+    hooks = [module.register_forward_hook(_listener(name or type(model).__name__, module, seen), always_call=False) for name, module in model.named_modules()]
+    try:
+        if state is not None:
+            state.restore()
+        with torch.no_grad():
+            call()
+    except Exception as error:
+        seen.append(f"the forward pass fails when it is done again ({type(error).__name__})")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen[0] if seen else "every module gives finite numbers: it is the loss itself that makes it, or the batch"
+
+
+def _listener(name: str, module: Any, seen: list[str]) -> Callable[..., None]:
+    def hear(_: Any, inputs: Any, output: Any) -> None:
+        if seen or all(map(_finite, tensors_of(output))):
+            return
+        if not all(map(_finite, tensors_of(inputs))):  # no module before it has made them
+            seen.append(f"the inputs of module {name} are not finite already: look at the batch")
+            return
+        seen.append(f"module {name} ({type(module).__name__}) made it from finite inputs")
+
+    return hear
+
+
+def _finite(tensor: Any) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
