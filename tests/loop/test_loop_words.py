@@ -103,7 +103,7 @@ def test_trying_out_leaves_no_trace():
         ({"effective_batch": 7}, "Take 6 or 12"), ({"loader": []}, "no batch"), ({"loader": [3]}, "no tensor"),
         ({"loss": lambda model, batch: 3.0}, "gave a float"), ({"loss": lambda model, batch: (model(batch[0]).sum(), 1, 2)}, "a tuple of Tensor, int, int"),
         ({"loss": lambda model, batch: model(batch[0]).sum(1), "micro_batch": 2}, r"shape \[6\]"),
-        ({"loader": [(torch.zeros(1, 5), torch.zeros(1, dtype=torch.long))], "effective_batch": 2}, 'reduction="mean"'),
+        ({"loader": [(torch.zeros(1, 5), torch.zeros(1, dtype=torch.long))] * 2, "effective_batch": 2}, 'reduction="mean"'),
     ],
 )
 def test_a_mistake_is_told_in_words(more, words):
@@ -188,12 +188,8 @@ def test_a_nan_is_traced_to_its_module_before_any_weight_moves():
     with torch.no_grad():
         model[0].bias.fill_(100.0)
 
-    def loss(model, batch):
-        if steps.index == 2:
-            model[1][0].register_forward_hook(lambda module, args, out: -out)
-        return loss_fn(model, batch)
-
-    steps, weights = loop(loss, model=model), []
+    model[1][0].register_forward_hook(lambda module, args, out: -out if steps.index == 2 else out)
+    steps, weights = loop(model=model), []
 
     def train():
         for _ in steps:

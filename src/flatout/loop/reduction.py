@@ -60,14 +60,14 @@ class Recogniser:
         if size < 2:
             raise LoopError("the loader gives one sample at a time, so it cannot be tried out whether the loss is a mean or a sum over samples. "
                             "Say so: reduction=\"mean\" or reduction=\"sum\".")
-        sizes = [max(1, size // 3), size - max(1, size // 3)]
+        divisions = [[few, size - few] for few in sorted({1, max(1, size // 3)})]  # one may add up by chance
         with kept_random_state(self.torch), self._kept_buffers(), self.torch.no_grad():
             with self._without_dropout():
                 whole, again = self._loss(batch), self._loss(batch)
                 if self._same(whole.loss, again.loss, whole.loss):
-                    return self._compare(whole, [self._loss(part) for part in split(batch, sizes)], sizes)
+                    return self._compared(whole, batch, divisions)
             with self._evaluating():  # random in training: what it does then cannot be compared
-                return self._compare(self._loss(batch), [self._loss(part) for part in split(batch, sizes)], sizes)
+                return self._compared(self._loss(batch), batch, divisions)
 
     def _loss(self, batch: Any) -> Answer:
         answer = understood(self.call(batch))
@@ -75,9 +75,13 @@ class Recogniser:
             raise LoopError(f"loss_fn gave a loss of shape {list(answer.loss.shape)}; a scalar is needed. Take its mean() or sum().")
         return answer
 
+    def _compared(self, whole: Answer, batch: Any, divisions: list[list[int]]) -> str:
+        found = [self._compare(whole, [self._loss(part) for part in split(batch, sizes)], sizes) for sizes in divisions]
+        return found[-1]
+
     def _compare(self, whole: Answer, parts: list[Answer], sizes: list[int]) -> str:
         counts = [float(part.count) if part.count is not None else float(size) for part, size in zip(parts, sizes, strict=True)]
-        losses = [float(part.loss) for part in parts]
+        losses = [float(part.loss) if count else 0.0 for part, count in zip(parts, counts, strict=True)]  # the mean over nothing has no part
         mean = sum(count * loss for count, loss in zip(counts, losses, strict=True)) / max(sum(counts), 1e-300)
         # Zero is a mean as well as a sum; then it does not matter which.
         if self._same(mean, whole.loss, whole.loss):

@@ -8,6 +8,7 @@ import random
 import sys
 from typing import Any
 
+from flatout.capture.ledger import Ledger
 from flatout.plan.errors import LoopError
 
 LOGGER = logging.getLogger("flatout")
@@ -85,5 +86,5 @@ def seed(value: int, *, deterministic: bool = False) -> int:
             LOGGER.warning("%s is not set, and CUDA has started already: set it to :4096:8 before the program starts", WORKSPACE)
         os.environ.setdefault(WORKSPACE, ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+        Ledger().set(torch.backends.cudnn, "benchmark", False)  # for good
     return value
