@@ -68,6 +68,13 @@ def test_a_count_that_is_not_averaged_over():
         list(loop(summed_with_a_count, micro_batch=2))
 
 
+def test_what_is_said_of_the_reduction_is_believed():
+    """Then nothing is tried out, and a number beside a sum is not divided by."""
+    told = list(loop(summed_with_a_count, micro_batch=2, reduction="sum"))
+    whole = list(loop(summed_with_a_count))
+    assert [float(step.loss) for step in told] == pytest.approx([float(step.loss) for step in whole], rel=1e-5)
+
+
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.BatchNorm1d(3, track_running_stats=False)], ids=lambda m: type(m).__name__)
 def test_batch_normalisation_is_refused_with_its_name(norm):
     with pytest.raises(LoopError, match=r"normalises over the batch \(module 1\)"):
@@ -114,6 +121,8 @@ def test_a_mistake_is_told_in_words(more, words):
 def test_an_optimizer_of_something_else():
     with pytest.raises(LoopError, match=r"torch\.optim"):
         flatout.Loop(nn.Linear(1, 1), "adam", loss_fn, [])
+    with pytest.raises(LoopError, match="LBFGS runs forward and backward several times"):
+        flatout.Loop(model := nn.Linear(1, 1), torch.optim.LBFGS(model.parameters()), loss_fn, [])
     with pytest.raises(LoopError, match="nothing to train"):
         flatout.Loop(nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)], 0.1), loss_fn, [])
 

@@ -20,23 +20,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flatout.engine.applier import Outcome
+from flatout.loop.accumulation import HOW, Accumulation, detached
 from flatout.loop.batches import moved, split
 from flatout.loop.finite import Watch, first_bad_module
-from flatout.loop.levers import LOGGER, Levers, plan_of
-from flatout.loop.memory import MicroBatches, OutOfMemory, Room, Updates, is_out_of_memory, release
+from flatout.loop.levers import Levers, plan_of
+from flatout.loop.memory import MicroBatches, OutOfMemory, Updates, is_out_of_memory, release
 from flatout.loop.precision import Precision
 from flatout.loop.randomness import RandomState
 from flatout.loop.reduction import MEAN, SUM, Answer, Recogniser, understood
-from flatout.loop.sizing import Sized, Sizing, StepSeen, fastest
+from flatout.loop.sizing import Sized, Sizer
 from flatout.loop.step import Rate, Step
 from flatout.loop.windows import windows
-from flatout.measure.clock import clock_for, seconds
+from flatout.measure.clock import seconds
 from flatout.plan.errors import LoopError
 from flatout.plan.plan import Plan
 
 LEANER = "foreach=False or fused=True needs less memory for a moment, so do smaller micro-batches (micro_batch=...)."
 WATCHED_STEPS = 8  # in which it is seen whether a step draws from `random` or numpy
-JOINED = {"mean", "sum", "max", "min", "last"}
 
 
 class Loop:
@@ -76,7 +76,7 @@ class Loop:
 
         self.torch = torch
         self.model, self.optimizer, self.loss_fn, self.loader, self.scheduler = model, optimizer, loss_fn, loader, scheduler
-        self.parameters = _parameters(optimizer)
+        self.parameters = _parameters(optimizer, torch)
         self.device = self.parameters[0].device
         self.epochs, self.steps, self.effective_batch = _positive("epochs", epochs), _positive("steps", steps), _positive("effective_batch", effective_batch)
         self.clip, self.metrics, self.allow_inexact = clip, dict(metrics or {}), allow_inexact
@@ -84,14 +84,12 @@ class Loop:
             raise LoopError(f"clip={clip!r} would stop all training; give the largest norm that a gradient may have, or leave it out.")
         if reduction not in (None, MEAN, SUM):
             raise LoopError(f'reduction={reduction!r}: it is "mean", "sum" or None.')
-        if strange := {name: how for name, how in self.metrics.items() if how not in JOINED}:
-            raise LoopError(f"metrics={strange!r}: values of micro-batches are joined by one of {', '.join(sorted(JOINED))}.")
+        if strange := {name: how for name, how in self.metrics.items() if how not in HOW}:
+            raise LoopError(f"metrics={strange!r}: values of micro-batches are joined by one of {', '.join(HOW)}.")
         self.reduction = reduction
         self.precision = Precision(torch, precision, self.device, self.parameters)
-        self._searching = micro_batch == "auto"
         self.micro_batches = MicroBatches(None if micro_batch == "auto" else _positive("micro_batch", micro_batch))
-        self.sized: Sized | None = None  # what was chosen, and the times of all sizes
-        self._search: Sizing | None = None
+        self._sizer = Sizer(torch, self.device, self.micro_batches) if micro_batch == "auto" else None
         self._updates = Updates(torch, optimizer, self.parameters)
         chosen = plan_of(plan)
         self._levers = Levers(torch, chosen, model, optimizer, loss_fn, loader) if chosen.choices else None
@@ -107,6 +105,8 @@ class Loop:
         self._draws_elsewhere = True  # until it was seen that steps draw from torch alone
         self._drew_elsewhere = False
         self._moves = self.device.type != "cpu"
+        distributed = torch.distributed
+        self._ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
     def __iter__(self) -> Iterator[Step]:
         first = self.index
@@ -127,6 +127,16 @@ class Loop:
         """Of each choice of the plan: applied, or not, because. Complete after the first step."""
         return self._levers.outcomes if self._levers is not None else []
 
+    @property
+    def sizing(self) -> bool:
+        """Whether sizes of micro-batches are still tried out."""
+        return self._sizer is not None and self._sizer.found is None
+
+    @property
+    def sized(self) -> Sized | None:
+        """With ``micro_batch="auto"``: what was chosen and what every size took, once that is known."""
+        return self._sizer.found if self._sizer is not None else None
+
     def close(self) -> None:
         """Take the levers off the model, the optimizer and the loader again, where that can be done. The Loop goes on without them."""
         if self._levers is not None:
@@ -137,7 +147,9 @@ class Loop:
     def _step(self, window: list[tuple[Any, int]], ends_epoch: bool | None) -> Step:
         optimizer = self.optimizer
         samples = window[0][1] if len(window) == 1 else sum(size for _, size in window)
-        timing = self._try_size(window) if self._searching else None
+        if self.sizing:
+            self._recognise(window)
+            self._sizer.step_begins(max(size for _, size in window))
         others = self._draws_elsewhere
         state = RandomState(self.torch, self.device, others)
         lr = optimizer.param_groups[0]["lr"]
@@ -147,7 +159,7 @@ class Loop:
                 loss, parts, values = self._gradients(window, samples)
                 break
             except Exception as error:
-                if not is_out_of_memory(self.torch, error):
+                if not is_out_of_memory(self.torch, error) or self._ranks > 1:  # one rank alone must not do a step again: the others wait in another place
                     raise
                 failed = OutOfMemory.seen(error, self.micro_batches.largest(window))
             # Outside of the except block: the exception is gone, and with it the frames that hold the step's tensors.
@@ -157,15 +169,15 @@ class Loop:
             state.restore()
         if others:
             self._watch_draws(state)
-        if self.micro_batches.reduced and not self._searching:
+        if self.micro_batches.reduced and not self.sizing:
             self.micro_batches.went_well()
         grad_norm = self._clip() if self.clip is not None else None
         skipped = self._update()
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
         step = Step(self.index, self.epoch, loss, lr, samples, parts, grad_norm, values, skipped, ends_epoch, self._rate)
-        if timing is not None:
-            self._size_seen(*timing)
+        if self.sizing:
+            self._sizer.step_ends()
         if not self._levers_hold:
             self._levers_hold = True
             self._levers.late(parts)
@@ -180,40 +192,17 @@ class Loop:
             if self._finite is not None:
                 self._stop_where_bad(answer.loss, window[0][0])
             self.precision.backward(answer.loss)
-            return answer.loss.detach(), 1, self._detached(answer.values)
+            return answer.loss.detach(), 1, detached(answer.values)
         self._recognise(window)
         parts = [(part, size) for batch, whole in window for part, size in self._parts(batch, whole)]
-        return self._accumulated(parts, samples)
-
-    def _accumulated(self, parts: list[tuple[Any, int]], samples: int) -> tuple[Any, int, dict[str, Any]]:
-        """Each micro-batch weighs by what its loss is averaged over. How many tokens there are is known at the end alone, so gradients are first made
-        for an estimate of their number and corrected once, on the device; where samples are counted, nothing is to be corrected.
-        """
-        losses, weights, values = [], [], []
-        estimate: Any = None
+        sums = Accumulation(self.torch, self.precision, self.reduction == SUM, samples)
         for at, (part, size) in enumerate(parts):
-            last = at == len(parts) - 1
-            with nullcontext() if last else self._no_sync():
+            with self._no_sync() if at < len(parts) - 1 else nullcontext():
                 answer = self._forward(self._on_device(part))
                 if self._finite is not None and answer.count is None:
                     self._stop_where_bad(answer.loss, part)
-                weight: Any = 1.0 if self.reduction == SUM else float(size)
-                if answer.count is not None:
-                    weight = _as_scalar(self.torch, answer.count, answer.loss)
-                if _is_nothing(weight) and (estimate is not None or not last):
-                    continue  # no token counts here: its loss is 0 / 0, and in the whole batch it had no part
-                if estimate is None:
-                    whole = 1.0 if self.reduction == SUM else float(samples)
-                    estimate = whole if answer.count is None else weight * (samples / size)
-                self.precision.backward(answer.loss * (weight / estimate))
-            losses.append(answer.loss.detach())
-            weights.append(weight)
-            values.append((self._detached(answer.values), size))
-        total = sum(weights) if self.reduction != SUM else 1.0
-        if hasattr(total, "dtype"):
-            self._scale_gradients(estimate / total)
-        loss = sum(loss * (weight / total) for loss, weight in zip(losses, weights, strict=True))
-        return loss, len(parts), self._joined(values)
+                sums.add(answer, size, last=at == len(parts) - 1)
+        return sums.loss(self.parameters), len(parts), sums.values(self.metrics)
 
     def _update(self) -> str:
         """The optimizer's step; why it was left out, or nothing. Out of memory before any weight or state has moved, it is tried once more."""
@@ -261,12 +250,6 @@ class Loop:
         no_sync = getattr(self.model, "no_sync", None)
         return no_sync() if no_sync is not None else nullcontext()
 
-    def _scale_gradients(self, factor: Any) -> None:
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if gradients:
-            with self.torch.no_grad():
-                self.torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-
     def _clip(self) -> Any:
         self.precision.unscale(self.optimizer)
         return self.torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
@@ -286,28 +269,6 @@ class Loop:
     def _given(self, batch: Any) -> Any:
         with self.precision.autocast():
             return self.loss_fn(self.model, batch)
-
-    def _try_size(self, window: list[tuple[Any, int]]) -> tuple[Any, int]:
-        """Begins a step in micro-batches of the size that is tried out: a mark of the clock, and how often memory had run out by then."""
-        if self._search is None:
-            self._recognise(window)
-            self._clock = clock_for(self.torch, self.device.type)
-            self._room = Room(self.torch, self.device)
-            self._search = fastest(max(size for _, size in window))
-            self.micro_batches.limit = next(self._search)
-        return self._clock.mark(), len(self.micro_batches.failed)
-
-    def _size_seen(self, start: Any, failed: int) -> None:
-        assert self._search is not None
-        end = self._clock.mark()
-        self._clock.settle()
-        fits = len(self.micro_batches.failed) == failed and self._room.left()
-        try:
-            self.micro_batches.limit = self._search.send(StepSeen(self._clock.elapsed_ms(start, end), fits))
-        except StopIteration as over:
-            self.sized, self._searching = over.value, False
-            self.micro_batches.settle_on(self.sized.micro_batch)
-            LOGGER.info(self.sized.sentence())
 
     def _watch_draws(self, before: RandomState) -> None:
         self._drew_elsewhere |= before.others_moved()
@@ -329,30 +290,11 @@ class Loop:
                                 f"{refusal}") from None
         self.micro_batches.shrink(failed.size)
 
-    # -- values beside the loss ---------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _detached(values: Any) -> dict[str, Any]:
-        return {name: value.detach() if hasattr(value, "detach") else value for name, value in values.items()} if values else {}
-
-    def _joined(self, values: list[tuple[dict[str, Any], int]]) -> dict[str, Any]:
-        joined = {}
-        for name in values[0][0]:
-            each, sizes = [v[name] for v, _ in values], [size for _, size in values]
-            how = self.metrics.get(name, "mean")
-            if how == "mean":
-                joined[name] = sum(value * size for value, size in zip(each, sizes, strict=True)) / sum(sizes)
-            elif how == "sum":
-                joined[name] = sum(each)
-            elif how == "last":
-                joined[name] = each[-1]
-            else:
-                stacked = self.torch.stack([self.torch.as_tensor(value) for value in each])
-                joined[name] = stacked.max() if how == "max" else stacked.min()
-        return joined
-
-
-def _parameters(optimizer: Any) -> list[Any]:
+def _parameters(optimizer: Any, torch: Any) -> list[Any]:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise LoopError("LBFGS runs forward and backward several times inside one step, which a Loop cannot do for it. Call optimizer.step(closure) in a loop "
+                        "of your own.")
     if not hasattr(optimizer, "param_groups"):
         raise LoopError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim optimizer, made from model.parameters().")
     found = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
@@ -372,18 +314,6 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
-
-
-def _is_nothing(weight: Any) -> bool:
-    """Whether a weight is known to be 0 without waiting for a device."""
-    return (not hasattr(weight, "device") or weight.device.type == "cpu") and float(weight) == 0.0
-
-
-def _as_scalar(torch: Any, count: Any, loss: Any) -> Any:
-    """The number that a loss is averaged over, as a tensor beside it: reading it would wait for the device."""
-    if hasattr(count, "detach"):
-        return count.detach().to(device=loss.device, dtype=torch.promote_types(loss.dtype, torch.float32))
-    return torch.tensor(float(count), device=loss.device, dtype=torch.promote_types(loss.dtype, torch.float32))
 
 
 __all__ = ["Loop", "Step"]

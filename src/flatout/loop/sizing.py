@@ -7,11 +7,16 @@ best by a tenth. Then the best two are measured again in turns, because one run 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from flatout.loop.memory import MicroBatches, Room
+from flatout.measure.clock import clock_for
 from flatout.measure.statistics import median
 
+LOGGER = logging.getLogger("flatout")
 WARM_STEPS, TIMED_STEPS, TURNS = 2, 4, 3
 SLOWER = 1.1
 EQUAL = 1.02  # as fast: the smaller one needs less memory
@@ -81,3 +86,34 @@ def _duel(first: int, second: int) -> Generator[int, StepSeen, int]:
             times[candidate].append(ms)
     fast, slow = sorted((first, second), key=lambda each: median(times[each]))
     return min(fast, slow) if median(times[slow]) <= EQUAL * median(times[fast]) else fast
+
+
+class Sizer:
+    """Drives the search with the real steps: ``step_begins`` sets the micro-batch of a step, ``step_ends`` tells how it went."""
+
+    def __init__(self, torch: Any, device: Any, micro_batches: MicroBatches) -> None:
+        self.micro_batches = micro_batches
+        self.found: Sized | None = None
+        self._clock, self._room = clock_for(torch, device.type), Room(torch, device)
+        self._search: Sizing | None = None
+        self._start: Any = None
+        self._failed = 0
+
+    def step_begins(self, size: int) -> None:
+        if self._search is None:
+            self._search = fastest(size)
+            self.micro_batches.limit = next(self._search)
+        self._failed = len(self.micro_batches.failed)
+        self._start = self._clock.mark()
+
+    def step_ends(self) -> None:
+        assert self._search is not None
+        end = self._clock.mark()
+        self._clock.settle()
+        fits = len(self.micro_batches.failed) == self._failed and self._room.left()
+        try:
+            self.micro_batches.limit = self._search.send(StepSeen(self._clock.elapsed_ms(self._start, end), fits))
+        except StopIteration as over:
+            self.found = over.value
+            self.micro_batches.settle_on(over.value.micro_batch)
+            LOGGER.info(over.value.sentence())

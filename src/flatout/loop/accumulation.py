@@ -1,0 +1,86 @@
+"""The gradient of an effective batch from those of its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flatout.loop.precision import Precision
+from flatout.loop.reduction import Answer
+
+HOW = ("mean", "sum", "max", "min", "last")  # values of micro-batches become one
+
+
+class Accumulation:
+    """One step's sums. ``add`` is called for each micro-batch, in order, and runs its backward pass.
+
+    Each micro-batch weighs by what its loss is averaged over. How many tokens there are is known at the end alone, so their gradients are made
+    for an estimate of that number and corrected once, on the device; where samples are counted, nothing is to be corrected. ``summed`` says that
+    losses are sums; then every weight is 1.
+    """
+
+    def __init__(self, torch: Any, precision: Precision, summed: bool, samples: int) -> None:
+        self.torch, self.precision, self.summed, self.samples = torch, precision, summed, samples
+        self._estimate: Any = None
+        self._losses: list[Any] = []
+        self._weights: list[Any] = []
+        self._values: list[tuple[dict[str, Any], int]] = []
+
+    def add(self, answer: Answer, size: int, last: bool) -> None:
+        weight: Any = 1.0 if self.summed else float(size)
+        counted = answer.count is not None and not self.summed
+        if counted:
+            weight = _as_scalar(self.torch, answer.count, answer.loss)
+        self._values.append((detached(answer.values), size))
+        if _is_nothing(weight) and (self._estimate is not None or not last):
+            return  # no token counts here: its loss is 0 / 0, and in the whole batch it had no part
+        if self._estimate is None:
+            whole = 1.0 if self.summed else float(self.samples)
+            self._estimate = weight * (self.samples / size) if counted else whole
+        self.precision.backward(answer.loss * (weight / self._estimate))
+        self._losses.append(answer.loss.detach())
+        self._weights.append(weight)
+
+    def loss(self, parameters: list[Any]) -> Any:
+        """The loss of the whole effective batch. Called at the end: corrects the gradients of ``parameters`` where their number was estimated."""
+        total = 1.0 if self.summed else sum(self._weights)
+        if hasattr(total, "dtype"):
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            if gradients:
+                with self.torch.no_grad():
+                    self.torch._foreach_mul_(gradients, (self._estimate / total).to(gradients[0].dtype))
+        return sum(loss * (weight / total) for loss, weight in zip(self._losses, self._weights, strict=True))
+
+    def values(self, how: Mapping[str, str]) -> dict[str, Any]:
+        """The further values of all micro-batches, each joined as ``how`` says, by samples where it says nothing."""
+        joined = {}
+        for name in self._values[0][0]:
+            each, sizes = [values[name] for values, _ in self._values], [size for _, size in self._values]
+            match how.get(name, "mean"):
+                case "mean":
+                    joined[name] = sum(value * size for value, size in zip(each, sizes, strict=True)) / sum(sizes)
+                case "sum":
+                    joined[name] = sum(each)
+                case "last":
+                    joined[name] = each[-1]
+                case word:
+                    stacked = self.torch.stack([self.torch.as_tensor(value) for value in each])
+                    joined[name] = stacked.max() if word == "max" else stacked.min()
+        return joined
+
+
+def detached(values: Any) -> dict[str, Any]:
+    return {name: value.detach() if hasattr(value, "detach") else value for name, value in values.items()} if values else {}
+
+
+def _is_nothing(weight: Any) -> bool:
+    """Whether a weight is known to be 0 without waiting for a device."""
+    return (not hasattr(weight, "device") or weight.device.type == "cpu") and float(weight) == 0.0
+
+
+def _as_scalar(torch: Any, count: Any, loss: Any) -> Any:
+    """The number that a loss is averaged over, as a tensor beside it: reading it would wait for the device."""
+    dtype = torch.promote_types(loss.dtype, torch.float32)
+    if hasattr(count, "detach"):
+        return count.detach().to(device=loss.device, dtype=dtype)
+    return torch.tensor(float(count), device=loss.device, dtype=dtype)
