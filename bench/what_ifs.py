@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pairs import SideOfContest, contest, ratio_of, spell
-from provenance import RESULTS, ROOT, markdown_table, stamp, write_result
+from provenance import RESULTS, ROOT, markdown_table, read_result, stamp, write_result
 
 from flatout.diagnose.profiling import Profiling, Wishes
 from flatout.launch.command import Command, understand
@@ -78,23 +78,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=sorted(ASKED), help="one program; may be given again")
     parser.add_argument("--sets", type=int, default=SETS, help="fresh pairs of processes for each program")
+    parser.add_argument("--again", action="store_true", help="do again what is done already")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    facts, made, rows = look(), stamp(), []
+    facts, made = look(), stamp()
+    done = {row["case"]: row for row in read_result("what_ifs", made, args.out).get("rows", [])}
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         job = JobFolder(Path(folder)).make()
         for case in args.only or ASKED:
+            if case in done and not args.again:
+                continue
             ratio, why = predicted(case, job, facts)
             truth, failure = measured(case, job, facts, args.sets)
             error = ratio.median / truth.median - 1 if ratio is not None and truth is not None else None
-            rows.append({"case": case, "what_if": ASKED[case], "predicted": ratio.to_json() if ratio else None, "measured": truth.to_json() if truth else None,
-                         "error": error, "why_not": why or failure})
+            done[case] = {"case": case, "what_if": ASKED[case], "predicted": ratio.to_json() if ratio else None, "measured": truth.to_json() if truth else None,
+                         "error": error, "why_not": why or failure}
             told = f"error {error:+.1%}" if error is not None else why or failure
             print(f"{case}: predicted {spell(ratio)}, measured {spell(truth)}, {told}", flush=True)
-    text = page(rows)
-    print(text)
-    if not args.only:
-        print(*write_result("what_ifs", made, text, {"goal": GOAL, "rows": rows}, folder=args.out))
+            rows = [done[each] for each in ASKED if each in done]
+            write_result("what_ifs", made, page(rows), {"goal": GOAL, "rows": rows}, folder=args.out)
+    rows = [done[each] for each in ASKED if each in done]
+    print(page(rows))
     met = [row for row in rows if row["error"] is not None and abs(row["error"]) <= GOAL]
     return 0 if len(met) >= min(PROGRAMS_OF_THE_GOAL, len(rows)) else 1
 

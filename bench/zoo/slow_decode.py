@@ -32,7 +32,7 @@ class Images(Dataset):
 def main():
     torch.manual_seed(0)
     loader = DataLoader(Images(640), batch_size=32, shuffle=True)
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 14 * 14, 10))
+    model = nn.Sequential(nn.Conv2d(3, 28, 3), nn.ReLU(), nn.Conv2d(28, 56, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(56 * 14 * 14, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     criterion = nn.CrossEntropyLoss()
     for epoch in range(1000):

@@ -26,8 +26,8 @@ class Records(Dataset):
 
 def main():
     torch.manual_seed(1)
-    loader = DataLoader(Records(), batch_size=192, shuffle=True)
-    model = nn.Sequential(nn.Linear(96, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 1))
+    loader = DataLoader(Records(), batch_size=96, shuffle=True)
+    model = nn.Sequential(nn.Linear(96, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for epoch in range(1000):
         for x, y in loader:

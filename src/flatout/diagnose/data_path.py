@@ -49,17 +49,22 @@ def begin_ms(profile: ProfileRecord, loader: LoaderSeen) -> float:
 
 
 def worth(profile: ProfileRecord, loader: LoaderSeen) -> Ratio | None:
-    """What the what-if without loaders brings, where this loader makes most of the wait; else what its own wait costs."""
+    """What the what-if without loaders brings, where this loader makes most of the wait and that is long; else what its own wait costs.
+
+    Workers also take cores from the model. Where that is all that a loader costs, nobody waits for it, and no mend of the wait would help.
+    """
     total = sum(each.wait_ms for each in profile.loaders)
     mine = loader.wait_ms / total if total > 0 else 1.0 / max(1, len(profile.loaders))
-    ratio = bound(profile, "loader")
-    if ratio is not None:
-        return ratio if mine > MOST_OF_IT and ratio.median >= LEAST else None
-    if measured(profile, "loader") or not profile.step_ms or not loader.wait_ms:
+    if not profile.step_ms or not loader.wait_ms:
         return None
     waited = max(loader.wait_ms, begin_ms(profile, loader) if loader.begun >= OFTEN else 0.0)
     alone = profile.step_ms / max(profile.step_ms - waited, 0.05 * profile.step_ms)
-    return Ratio(alone, alone, alone, max(1, profile.steps)) if alone >= LEAST else None
+    if alone < LEAST:
+        return None
+    ratio = bound(profile, "loader")
+    if ratio is not None:
+        return ratio if mine > MOST_OF_IT and ratio.median >= LEAST else None
+    return None if measured(profile, "loader") else Ratio(alone, alone, alone, max(1, profile.steps))
 
 
 def how_known(profile: ProfileRecord) -> str:

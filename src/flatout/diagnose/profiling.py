@@ -45,6 +45,7 @@ LEAK_TICKS = 40
 LONGEST_LISTENING_S = 8.0  # of one stretch; slow programs are heard over fewer steps
 FEWEST_LEAK_TICKS = 16
 WHAT_IF_SHARE = 0.5  # of the budget is kept for them
+LITTLE = 0.01  # of a step; nobody measures what less would bring
 NARROW = 1.04  # high over low of an interval that needs no more rounds
 LEAST_BLOCKS = 8  # of a what-if: two rounds, there and back again
 MOST_ROUNDS = 14
@@ -299,6 +300,8 @@ class Profiling:
         """Why there is nothing to switch off, by what was heard."""
         if name == "syncs" and self.record.operations and not self.record.crossings:
             return "no place was heard where Python waits for a tensor"
+        if name == "gc" and self.record.gc_ms < LITTLE * (self.record.step_ms or 0.0):
+            return f"the collector takes less than {LITTLE:.0%} of the {self.record.unit}"
         return ""
 
     def _what_if(self, what_if: WhatIf, lever: Lever, values: list[Any], share_s: float) -> None:

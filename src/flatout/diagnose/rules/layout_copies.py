@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.seen import found
 from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
+from flatout.plan.profile import Operation, ProfileRecord
 from flatout.plan.records import Ratio
 
 COPYING = ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy")
@@ -31,13 +31,19 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     # What no line of the user's has asked for is a library's or a compiler's own.
     copies = sorted((o for o in profile.operations if o.name in COPYING and o.place), key=lambda o: -o.share)
     share = sum(o.share for o in copies)
-    if share < MUCH:
+    if share < MUCH or not _reordered(copies):
         return
     computing = _computing(profile)
     ratio = 1 / max(1 - share * computing, 0.05)
     evidence = [f"{o.name}: {o.calls:.3g} calls a {profile.unit}, {100 * o.share:.0f} % of the operators' time" for o in copies]
     yield found(RULE, f"copying takes {100 * share:.0f} % of the operators' time", next((o.place for o in copies if o.place), None), evidence=evidence,
                 predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)), how="estimate: the operators without these copies")
+
+
+def _reordered(copies: list[Operation]) -> bool:
+    """Whether half of the copies are clones, as contiguous() makes them: the others fill slices, join tensors or change their type."""
+    calls = {o.name: o.calls for o in copies}
+    return calls.get("aten::clone", 0.0) >= 0.5 * calls.get("aten::copy_", 0.0)
 
 
 def _computing(profile: ProfileRecord) -> float:

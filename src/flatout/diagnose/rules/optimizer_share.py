@@ -31,10 +31,12 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     phase = profile.phases.get("optimizer")
     what_if = bound(profile, "optimizer")
     own = without(profile, phase.share * (profile.step_ms or 0.0)) if phase else what_if
+    if own is None or (measured(profile, "optimizer") and what_if is None):
+        return
     # No mend saves more than its own time, which also stands for the what-if where there was no time for that.
-    ratio = what_if if measured(profile, "optimizer") or phase is None else own
+    ratio = what_if if what_if is not None and what_if.median <= own.median else own
     optimizers = [o for o in profile.settings.get("optimizers") or () if not o.get("fused")]
-    if ratio is None or own is None or min(ratio.median, own.median) < MUCH or not optimizers:
+    if ratio.median < MUCH or not optimizers:
         return
     takes = f"takes {of_step(profile, phase.share * (profile.step_ms or 0.0))}" if phase else "takes much of the step"
     first = max(optimizers, key=lambda o: o.get("tensors") or 0)
@@ -44,7 +46,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     evidence = [f"{kind} updates {first.get('tensors')} tensors, {forms}"]
     _, _, places = habit(profile, "make_optimizer")
     yield found(RULE, f"the optimizer {takes}", places[0] if places else None, evidence=evidence, predicted=ratio,
-                how=how("optimizer") if what_if else TIMED, mend=f"{kind}(..., {form}=True)  # with the arguments that it has")
+                how=how("optimizer") if ratio is what_if else TIMED, mend=f"{kind}(..., {form}=True)  # with the arguments that it has")
 
 
 RULE = Rule("FL151", "optimizer_share", Severity.TIME, __doc__ or "", judge=judge, levers=("fused_optimizer",))
