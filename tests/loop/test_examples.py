@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 pytest.importorskip("sklearn")
 ROOT = Path(__file__).parent.parent.parent
-TEMPLATES = {"linear": ("--steps", "1501"), "cnn": ("--epochs", "1"), "resnet18": ("--epochs", "1", "--batch-size", "256"), "gpt": ("--steps", "31")}
+TEMPLATES = {"linear": ("--steps", "501"), "cnn": ("--epochs", "1"), "resnet18": ("--epochs", "1", "--batch-size", "256"), "gpt": ("--steps", "31")}
 
 
 def said(name: str, *arguments: str) -> str:
@@ -42,4 +42,4 @@ def test_accumulation_by_hand_and_by_name():
 
 def test_tensors_on_a_device():
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", said("tensors"))]
-    assert losses[-1] < losses[0] / 100
+    assert losses[-1] < losses[0] / 10

@@ -91,7 +91,7 @@ def test_without_a_plan_nothing_is_patched():
         {"shuffle": True, "generator": torch.Generator().manual_seed(3)}, {"sampler": RandomSampler(data(), num_samples=20)},
         {"batch_sampler": [[0, 1], [2, 3, 4]]}, {"batch_size": None}, {"collate_fn": list, "batch_size": 2},
     ],
-    ids=str,
+    ids=lambda arguments: " ".join(arguments) or "nothing",
 )
 def test_a_loader_made_anew_gives_the_same_batches(arguments):
     """The arguments are read back from the loader itself."""

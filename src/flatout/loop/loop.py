@@ -93,7 +93,7 @@ class Loop:
         self._updates = Updates(torch, optimizer, self.parameters)
         chosen = plan_of(plan)
         self._levers = Levers(torch, chosen, model, optimizer, loss_fn, loader) if chosen.choices else None
-        self._levers_hold = self._levers is None
+        self._late = self._levers  # until the first step is done
         if self._levers is not None:
             self.loader = self._levers.early(loader)
         self.index = 0
@@ -147,9 +147,10 @@ class Loop:
     def _step(self, window: list[tuple[Any, int]], ends_epoch: bool | None) -> Step:
         optimizer = self.optimizer
         samples = window[0][1] if len(window) == 1 else sum(size for _, size in window)
-        if self.sizing:
+        sizer = self._sizer if self.sizing else None
+        if sizer is not None:
             self._recognise(window)
-            self._sizer.step_begins(max(size for _, size in window))
+            sizer.step_begins(max(size for _, size in window))
         others = self._draws_elsewhere
         state = RandomState(self.torch, self.device, others)
         lr = optimizer.param_groups[0]["lr"]
@@ -169,18 +170,18 @@ class Loop:
             state.restore()
         if others:
             self._watch_draws(state)
-        if self.micro_batches.reduced and not self.sizing:
+        if self.micro_batches.reduced and sizer is None:
             self.micro_batches.went_well()
         grad_norm = self._clip() if self.clip is not None else None
         skipped = self._update()
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
         step = Step(self.index, self.epoch, loss, lr, samples, parts, grad_norm, values, skipped, ends_epoch, self._rate)
-        if self.sizing:
-            self._sizer.step_ends()
-        if not self._levers_hold:
-            self._levers_hold = True
-            self._levers.late(parts)
+        if sizer is not None:
+            sizer.step_ends()
+        if self._late is not None:
+            self._late.late(parts)
+            self._late = None
         self.index += 1
         self._rate.step(seconds(), samples)
         return step
@@ -190,7 +191,7 @@ class Loop:
         if len(window) == 1 and self.micro_batches.whole(window[0][1]):
             answer = self._forward(self._on_device(window[0][0]))
             if self._finite is not None:
-                self._stop_where_bad(answer.loss, window[0][0])
+                self._stop_where_bad(self._finite, answer.loss, window[0][0])
             self.precision.backward(answer.loss)
             return answer.loss.detach(), 1, detached(answer.values)
         self._recognise(window)
@@ -200,7 +201,7 @@ class Loop:
             with self._no_sync() if at < len(parts) - 1 else nullcontext():
                 answer = self._forward(self._on_device(part))
                 if self._finite is not None and answer.count is None:
-                    self._stop_where_bad(answer.loss, part)
+                    self._stop_where_bad(self._finite, answer.loss, part)
                 sums.add(answer, size, last=at == len(parts) - 1)
         return sums.loss(self.parameters), len(parts), sums.values(self.metrics)
 
@@ -220,8 +221,8 @@ class Loop:
                                 f"and cannot be trusted: go on from your last save. {LEANER}")
         raise LoopError(f"the optimizer ran out of memory, twice, before it had moved any weight ({failed.said}). {LEANER}")
 
-    def _stop_where_bad(self, loss: Any, batch: Any) -> None:
-        bad = self._finite.bad(self.index, loss)
+    def _stop_where_bad(self, watch: Watch, loss: Any, batch: Any) -> None:
+        bad = watch.bad(self.index, loss)
         if bad is None:
             return
         here = bad == self.index

@@ -29,7 +29,7 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         if self._dtype is None:
             return self._plain
-        return self.torch.autocast(self.device.type, dtype=self._dtype)  # type: ignore[no-any-return]
+        return self.torch.autocast(self.device.type, dtype=self._dtype)
 
     def backward(self, loss: Any) -> None:
         if self.scaler is None:

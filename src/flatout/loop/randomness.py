@@ -21,7 +21,8 @@ class RandomState:
         self._torch, self._device = torch, device
         self._torch_state = torch.default_generator.get_state()
         self._of_device = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
-        self._python, self._numpy = (_of_python(), _of_numpy()) if others else (None, None)
+        self._python: Any = _of_python() if others else None
+        self._numpy: Any = _of_numpy() if others else None
 
     def restore(self) -> None:
         self._torch.default_generator.set_state(self._torch_state)
