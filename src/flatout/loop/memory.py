@@ -125,7 +125,7 @@ class Updates:
     """Whether an optimizer that failed has changed anything.
 
     In its first step, when state is made and memory is most likely to end, the norms of all parameters tell. Later on the writes that torch counts
-    for each tensor do (``_version``), but fused and foreach steps write without being counted: these are not trusted.
+    for each tensor do (``_version``); fused steps are not counted, and foreach ones not everywhere: these are not trusted.
     """
 
     def __init__(self, torch: Any, optimizer: Any, parameters: list[Any]) -> None:
