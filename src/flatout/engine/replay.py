@@ -97,7 +97,7 @@ class Replay:
         """Every optimizer steps on the gradients of the plain play, one after another and round again."""
         torch = self.torch
         stepping = [optimizers[at] for at in self.stepped]
-        if not stepping or any(_needs_closure(optimizer) for optimizer in stepping):
+        if not stepping or any(needs_closure(optimizer) for optimizer in stepping):
             return
         before = [p.detach().to(torch.float64, copy=True) for p in parameters]
         for at in range(UPDATE_STEPS):
@@ -142,7 +142,7 @@ def shake(parameters: Sequence[Any], share: float, torch: Any) -> None:
             p.mul_(1 + share * (2 * torch.rand(p.shape, generator=draw) - 1).to(p.device, p.dtype))
 
 
-def _needs_closure(optimizer: Any) -> bool:
+def needs_closure(optimizer: Any) -> bool:
     """LBFGS asks for its closure; others take one if they get it."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from flatout.loop.batches import tensors_of
-from flatout.loop.randomness import RandomState
 
 MOST_PENDING = 64  # losses on their way from the device
 
@@ -43,7 +42,7 @@ class Watch:
         return None
 
 
-def first_bad_module(torch: Any, model: Any, call: Callable[[], Any], state: RandomState | None) -> str:
+def first_bad_module(torch: Any, model: Any, call: Callable[[], Any]) -> str:
     """In words, where the first number that is not finite comes from: parameters, or the module that made it from finite ones. Runs forward once more."""
     wrong = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
     if wrong:
@@ -52,8 +51,6 @@ def first_bad_module(torch: Any, model: Any, call: Callable[[], Any], state: Ran
     seen: list[str] = []
     hooks = [module.register_forward_hook(_listener(name or type(model).__name__, module, seen), always_call=False) for name, module in model.named_modules()]
     try:
-        if state is not None:
-            state.restore()
         with torch.no_grad():
             call()
     except Exception as error:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flatout.engine.applier import Outcome
+from flatout.engine.replay import needs_closure
 from flatout.loop.accumulation import HOW, Accumulation, detached
 from flatout.loop.batches import moved, split
 from flatout.loop.finite import Watch, first_bad_module
@@ -76,7 +77,7 @@ class Loop:
 
         self.torch = torch
         self.model, self.optimizer, self.loss_fn, self.loader, self.scheduler = model, optimizer, loss_fn, loader, scheduler
-        self.parameters = _parameters(optimizer, torch)
+        self.parameters = _parameters(optimizer)
         self.device = self.parameters[0].device
         self.epochs, self.steps, self.effective_batch = _positive("epochs", epochs), _positive("steps", steps), _positive("effective_batch", effective_batch)
         self.clip, self.metrics, self.allow_inexact = clip, dict(metrics or {}), allow_inexact
@@ -228,16 +229,16 @@ class Loop:
         here = bad == self.index
         late = f"the loss of step {bad} was not finite, which was known {self.index - bad} steps later"
         said = f"the loss of step {bad} is {float(loss.detach())}" if here else late
-        where = first_bad_module(self.torch, self.model, lambda: self._given(self._on_device(batch)), None)
+        where = first_bad_module(self.torch, self.model, lambda: self._given(self._on_device(batch)))
         kept = "The weights are those before this step." if here else "The weights may be spoiled: go on from your last save."
         raise LoopError(f"{said}: {where}. {kept} on_nan=\"ignore\" trains on.")
 
     def _forward(self, batch: Any) -> Answer:
+        return understood(self._given(batch))
+
+    def _given(self, batch: Any) -> Any:
         with self.precision.autocast():
-            given = self.loss_fn(self.model, batch)
-        if type(given) is self.torch.Tensor:
-            return Answer(given)
-        return understood(given)
+            return self.loss_fn(self.model, batch)
 
     def _on_device(self, batch: Any) -> Any:
         return moved(batch, self.device) if self._moves else batch
@@ -267,10 +268,6 @@ class Loop:
         recogniser = Recogniser(self.torch, self.model, lambda part: self._given(self._on_device(part)))
         self.reduction = recogniser.recognise(batch, size)
 
-    def _given(self, batch: Any) -> Any:
-        with self.precision.autocast():
-            return self.loss_fn(self.model, batch)
-
     def _watch_draws(self, before: RandomState) -> None:
         self._drew_elsewhere |= before.others_moved()
         if self.index + 1 >= WATCHED_STEPS:
@@ -292,12 +289,12 @@ class Loop:
         self.micro_batches.shrink(failed.size)
 
 
-def _parameters(optimizer: Any, torch: Any) -> list[Any]:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise LoopError("LBFGS runs forward and backward several times inside one step, which a Loop cannot do for it. Call optimizer.step(closure) in a loop "
-                        "of your own.")
+def _parameters(optimizer: Any) -> list[Any]:
     if not hasattr(optimizer, "param_groups"):
         raise LoopError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim optimizer, made from model.parameters().")
+    if needs_closure(optimizer):
+        raise LoopError(f"{type(optimizer).__name__} runs forward and backward several times inside one step, which a Loop cannot do for it. Call "
+                        "optimizer.step(closure) in a loop of your own.")
     found = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if not found:
         raise LoopError("the optimizer has no parameter that needs a gradient, so there is nothing to train.")

@@ -273,6 +273,11 @@ def iterated(node: ast.expr) -> ast.expr:
     return node
 
 
+def is_given(call: ast.Call, name: str, value: object) -> bool:
+    """Whether this very constant is written out as a keyword of a call."""
+    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is value for k in call.keywords)
+
+
 def returns(function: ast.AST) -> list[ast.expr]:
     """What a function's own return statements give."""
     if isinstance(function, ast.Lambda):

@@ -38,6 +38,7 @@ from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
 from flatout.probe.flow import StepLoop
 from flatout.probe.program import Program
+from flatout.probe.values import is_given
 
 
 def look(program: Program) -> Iterator[Finding]:
@@ -48,7 +49,7 @@ def look(program: Program) -> Iterator[Finding]:
         if len(passes) != 1 or again or _carried(program, loop) or not isinstance(passes[0].node, ast.Call) or passes[0].loops[-1] is not loop.loop:
             continue
         call = passes[0].node
-        if any(k.arg == "retain_graph" and isinstance(k.value, ast.Constant) and k.value.value is True for k in call.keywords):
+        if is_given(call, "retain_graph", True):
             kept = [k for k in call.keywords if k.arg != "retain_graph"]
             shown = ast.unparse(ast.Call(call.func, call.args, kept))
             yield RULE.finding("this is the only backward pass of the loop, and it keeps the whole graph for a second one", passes[0].place, shown)

@@ -28,11 +28,12 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import Program
+from flatout.probe.values import is_given
 
 
 def look(program: Program) -> Iterator[Finding]:
     for source, call in program.calls("torch.load"):
-        if any(k.arg == "weights_only" and isinstance(k.value, ast.Constant) and k.value.value is False for k in call.keywords):
+        if is_given(call, "weights_only", False):
             kept = [k for k in call.keywords if k.arg != "weights_only"]
             yield RULE.finding("whoever wrote this file can run any code on this machine", source.place(call),
                                ast.unparse(ast.Call(call.func, call.args, kept)))

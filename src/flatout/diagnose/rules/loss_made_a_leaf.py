@@ -41,6 +41,7 @@ from flatout.plan.findings import Finding, Severity
 from flatout.probe.flow import Event
 from flatout.probe.program import Program
 from flatout.probe.script import Source
+from flatout.probe.values import is_given
 
 MAKES_LEAF = ("torch.tensor", "torch.autograd.Variable", "torch.as_tensor")
 
@@ -62,8 +63,7 @@ def look(program: Program) -> Iterator[Finding]:
 def _is_leaf(source: Source, node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
-    wants = any(k.arg == "requires_grad" and isinstance(k.value, ast.Constant) and k.value.value is True for k in node.keywords)
-    if wants and source.dotted(node.func) in MAKES_LEAF:
+    if is_given(node, "requires_grad", True) and source.dotted(node.func) in MAKES_LEAF:
         return any(isinstance(each, ast.Name) for argument in node.args for each in ast.walk(argument))
     return isinstance(node.func, ast.Attribute) and node.func.attr == "detach"
 

@@ -42,17 +42,16 @@ from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.pinned_and_blocking import batches_moved, pins
 from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import Program
+from flatout.probe.values import is_given
 
 
 def look(program: Program) -> Iterator[Finding]:
-    if program.mentions("pin_memory"):
-        moved = [(event, loader) for event, loader in batches_moved(program) if pins(loader) is False and "collate_fn" not in _options(loader.node)]
-    else:
-        moved = list(batches_moved(program))
-    for event, loader in moved:
+    pinned_elsewhere = program.mentions("pin_memory")  # a collate function may do it
+    for event, loader in batches_moved(program):
         assert isinstance(event.node, ast.Call)
-        told = any(k.arg == "non_blocking" and isinstance(k.value, ast.Constant) and k.value.value is True for k in event.node.keywords)
-        if told and pins(loader) is False:
+        if pinned_elsewhere and "collate_fn" in _options(loader.node):
+            continue
+        if is_given(event.node, "non_blocking", True) and pins(loader) is False:
             yield RULE.finding("`non_blocking=True` brings nothing here: the batch comes from a loader that does not pin its memory", event.place,
                                f"{loader.source.code(loader.node)[:-1]}, pin_memory=True)", others=[loader.source.place(loader.node)])
 
