@@ -210,6 +210,19 @@ def test_a_model_that_cannot_be_divided_is_refused_with_both_reasons():
         list(Loop(model, torch.optim.SGD(model.parameters(), 0.1), once, data()))
 
 
+def test_a_model_that_cannot_be_divided_is_where_that_is_allowed():
+    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
+    failing = iter([True])
+
+    def once(model, batch):
+        if next(failing, False):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss_fn(model, batch)
+
+    steps = list(Loop(model, torch.optim.SGD(model.parameters(), 0.1), once, data(), allow_inexact=True))
+    assert [step.parts for step in steps] == [2] * STEPS
+
+
 def test_micro_batches_grow_again_and_learn_from_failing():
     sizes = MicroBatches(None)
     sizes.shrink(64)

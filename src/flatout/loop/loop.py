@@ -281,7 +281,6 @@ class Loop:
             try:
                 batch, size = window[0]
                 few = min(size, 2)
-                Recogniser(self.torch, self.model, lambda part: self._given(self._on_device(part))).refuse_batch_statistics()
                 self._recognise([(split(batch, [few, size - few])[0] if size > few else batch, few)])
             except LoopError as refusal:
                 raise LoopError(f"out of memory with {failed.size} samples ({failed.said}), and smaller micro-batches would change the gradient: "

@@ -56,7 +56,7 @@ class Recogniser:
 
     def recognise(self, batch: Any, size: int) -> str:
         """``mean`` or ``sum``. Raises LoopError where the loss of a batch does not follow from those of its parts."""
-        self.refuse_batch_statistics()
+        self._refuse_batch_statistics()
         if size < 2:
             raise LoopError("the loader gives one sample at a time, so it cannot be tried out whether the loss is a mean or a sum over samples. "
                             "Say so: reduction=\"mean\" or reduction=\"sum\".")
@@ -108,7 +108,7 @@ class Recogniser:
 
     # -- the model while it is asked ------------------------------------------------------------------------------------
 
-    def refuse_batch_statistics(self) -> None:
+    def _refuse_batch_statistics(self) -> None:
         kind = self.torch.nn.modules.batchnorm._BatchNorm
         mixing = [name or type(self.model).__name__ for name, module in self.model.named_modules()
                   if isinstance(module, kind) and (module.training or module.running_mean is None)]
