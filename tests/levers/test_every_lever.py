@@ -35,9 +35,12 @@ VALUES = {
     "reduced_precision": [True], "channels_last": [True], "autocast": ["bfloat16", "float16"],
     "compile": ["default", "reduce-overhead", "max-autotune-no-cudagraphs"], "fused_ops": [True], "fused_optimizer": ["fused", "foreach"],
     "batched_transforms": ["all", "light"], "cached_prefix": [{"mib": 64}, {"mib": 64, "ahead": True}],
-    "resident_data": [{"mib": 64}], "device_prefetch": [2],
+    "resident_data": [{"mib": 64}], "device_prefetch": [2], "batch_size": [{"size": 4}, {"size": 16, "loader": 1}], "memory_budget": [0.5], "inplace": [True],
+    "recompute": [{"ops": "cheap"}, {"ops": "linear", "share": 0.5}], "offload": ["activations", "optimizer"], "optimizer_state": ["8bit"],
 }
+UNAVAILABLE = {"resident_data": "no CUDA device", "optimizer_state": "pip install"}  # here; what their apply says
 BY_NAME = {lever.name: lever for lever in TABLE}
+BY_NAME_ONLY = {"batch_size", "optimizer_state"}  # what changes the maths, and so is never the tuner's
 IN_PROCESS = [lever for lever in TABLE if lever.moment is not Moment.PROCESS]
 CASES = [pytest.param(lever, value, id=f"{lever.name}-{value}") for lever in IN_PROCESS for value in VALUES[lever.name]]
 
@@ -67,10 +70,11 @@ def test_the_page(lever):
 def test_the_value_is_whole(lever):
     assert isinstance(lever, Lever)
     assert lever.name.isidentifier()
-    assert lever.effect in (Effect.EXACT, Effect.ROUNDING, Effect.RESAMPLED)  # what changes the maths is not on the shelf
-    assert set(lever.after) | set(lever.excludes) <= set(BY_NAME)
+    assert (lever.effect is Effect.CHANGES_MATH) == (lever.name in BY_NAME_ONLY)
+    assert not (lever.effect is Effect.CHANGES_MATH and lever.live)
+    assert set(lever.after) | set(lever.excludes) | set(lever.needs) <= set(BY_NAME)
     order = [each.name for each in TABLE]
-    assert all(order.index(name) < order.index(lever.name) for name in lever.after)
+    assert all(order.index(name) < order.index(lever.name) for name in (*lever.after, *lever.needs))
     if lever.effect is Effect.EXACT:
         assert lever.guard is Comparison.BITWISE
     if lever.moment is Moment.PROCESS:
@@ -217,8 +221,8 @@ def test_apply_then_undo_leaves_torch_as_found(program, lever, value):
     importlib.import_module("torch._inductor.config")
     gc.collect()
     before, ledger = everything(live), Ledger()
-    if lever.name == "resident_data" and not torch.cuda.is_available():
-        with pytest.raises(LookupError, match="no CUDA device"):
+    if lever.name in UNAVAILABLE and not torch.cuda.is_available():
+        with pytest.raises(LookupError, match=UNAVAILABLE[lever.name]):
             lever.apply(live.scene, value, ledger)
         assert everything(live) == before
         return

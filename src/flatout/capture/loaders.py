@@ -6,6 +6,7 @@ import inspect
 import random
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -41,6 +42,9 @@ class Loaders:
         self.seen: list[dict[str, Any]] = []
         self.number: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # loader -> its place in ``seen``
         self.alive: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()  # loader -> what the script asked for
+        self.fed: Counter[int] = Counter()  # place in ``seen`` -> backward passes that came after a batch of this loader
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # iterator -> its loader's place in ``seen``
+        self._last: int | None = None  # whose batch was the last that was taken
         self._feeds: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._dataset: Callable[[], Any] | None = None
         self._made_persistent: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -162,6 +166,7 @@ class Loaders:
                 return take(iterator)
             scene.listener.data_begin(iterator)
             batch = take(iterator)
+            self._last = self._numbers.get(iterator)
             scene.listener.data_end(iterator, batch)
             return batch
 
@@ -179,10 +184,18 @@ class Loaders:
                 return begin(loader)
             scene.listener.iterator_begin(loader)
             iterator = begin(loader)
+            if loader in self.number:
+                self._numbers[iterator] = self.number[loader]
             scene.listener.iterator_end(loader, iterator)
             return iterator
 
         ledger.set(loader_class, "__iter__", iter_heard)
+
+    def backward_begins(self) -> None:
+        """The loader of the last batch trains: an evaluation with gradients on is followed by another batch before the next backward pass."""
+        if self._last is not None:
+            self.fed[self._last] += 1
+            self._last = None
 
     def data_is_random(self) -> bool:
         """Whether fetching a sample of the first map-style data set draws random numbers; True where it cannot be told."""
@@ -264,7 +277,7 @@ def _describe(loader: Any, dataset: Any, asked: dict[str, Any]) -> dict[str, Any
     return {
         "dataset": type(dataset).__name__,
         "length": length if length is None or length < HUGE else None,
-        "batch_size": loader.batch_size,
+        "batch_size": loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None),
         "num_workers": loader.num_workers,
         "asked_workers": asked.get("num_workers", 0),
         "pin_memory": bool(loader.pin_memory),

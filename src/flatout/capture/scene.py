@@ -128,6 +128,12 @@ class Scene:
         ledger.call("feed rule", self._loaders.feed_by(rule))
 
     @property
+    def training_loader(self) -> int | None:
+        """The place in ``loaders`` of the one that most backward passes were fed from; None where no batch was heard of before one."""
+        fed = self._loaders.fed
+        return max(fed, key=fed.__getitem__) if fed else None
+
+    @property
     def live_loaders(self) -> list[Any]:
         """The DataLoaders themselves, in the order in which they were made."""
         return list(self._loaders.alive)
@@ -146,6 +152,7 @@ class Scene:
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
             "losses": [type(loss).__name__ for loss in self.loss_modules],
             "loaders": self.loaders[:8],
+            "training_loader": self.training_loader,
             "scalers": len(self.scalers),
             "parameters": sum(p.numel() for p in parameters),
             "dtypes": sorted({str(p.dtype) for p in parameters}),
@@ -289,6 +296,7 @@ class Scene:
                 return backward(tensors, *args, **kwargs)
             if scene.boundaries.forward_or_backward_begins():
                 scene._step_ended()
+            scene._loaders.backward_begins()
             roots = (tensors,) if isinstance(tensors, scene.torch.Tensor) else tuple(tensors)
             scene.create_graph_seen |= _creates_graph(args, kwargs)
             scene.listener.backward_begin(tuple(map(scene._scalers.without_scale, roots)))

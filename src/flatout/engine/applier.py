@@ -91,6 +91,9 @@ class Applier:
         clash = next((c.name for c, _ in self._on if c.name in lever.excludes), None)
         if clash:
             return Outcome(choice, False, f"it cannot be combined with {clash}")
+        missing = next((name for name in lever.needs if all(c.name != name for c, _ in self._on)), None)
+        if missing:
+            return Outcome(choice, False, f"it acts through {missing}, which is not applied")
         ledger = Ledger()  # one for each lever, so that any of them can be taken off alone
         try:
             answer = lever.applies(self.facts, self.scene) if ask else None

@@ -22,7 +22,7 @@ from typing import Any
 
 from flatout.engine.applier import Applier
 from flatout.engine.replay import Played, Replay, clone, random_state, set_random_state
-from flatout.engine.rounding import NUDGE, check, compare
+from flatout.engine.rounding import NUDGE, check, compare, same
 from flatout.measure.parity import tensors_in
 from flatout.plan.plan import Choice
 
@@ -47,6 +47,7 @@ class StepReplica:
         self._stepped: set[int] = set()
         self._steps: dict[int, list[dict[str, Any]]] = {}
         self._start = scene.steps
+        self._reference: tuple[Replay, Played, Played, Played] | None = None
         self._wanted = STEPS_OF_A_LARGE_MODEL if slow or sum(p.numel() for p in scene.parameters) > LARGE else STEPS
 
     @property
@@ -94,8 +95,10 @@ class StepReplica:
 
     # -- judging ----------------------------------------------------------------------------------------------------
 
-    def judge(self) -> dict[str, Any]:
-        """The answer of `flatout.engine.rounding.compare`, or ``{"failure": sentence}``."""
+    def judge(self, choices: Sequence[Choice] | None = None, bitwise: bool = False) -> dict[str, Any]:
+        """The answer of `flatout.engine.rounding.compare`, or ``{"failure": sentence}``. ``choices``: of other levers; ``bitwise``: no bit may differ."""
+        if choices is not None:
+            self.choices = list(choices)
         steps = [calls for _, calls in sorted(self._steps.items()) if any(call["grads"] for call in calls)]
         if not self.failure and len(steps) < 2:
             self.failure = "no module of this program was called as a whole and given a gradient, step after step"
@@ -104,24 +107,31 @@ class StepReplica:
         asleep, self.scene.asleep = self.scene.asleep, True
         state = random_state(self.scene)
         try:
-            return self._judge(steps)
+            return self._judge(steps, bitwise)
         except Exception as error:
             return {"failure": f"the replica of a step failed ({type(error).__name__}: {str(error)[:200]})"}
         finally:
             set_random_state(self.scene, state)
             self.scene.asleep = asleep
 
-    def _judge(self, steps: list[list[dict[str, Any]]]) -> dict[str, Any]:
-        replay = Replay(self.scene, self.applier, self._frozen, sorted(self._stepped))
-        plain = replay.play(steps)
+    def _judge(self, steps: list[list[dict[str, Any]]], bitwise: bool) -> dict[str, Any]:
+        replay, plain, double, nudged = self._plain_plays(steps)
         try:
             levers = replay.play(steps, self.choices)
         except Exception as error:  # the plain play has just gone through
             levers = Played(failure=f"{type(error).__name__}: {str(error)[:160]}")
         if levers.failure:
             return {"checks": [check("levers", 1.0, 0.0, f"a step of the program does not go through under the levers: {levers.failure}")]}
-        try:
-            double = replay.play(steps[:1], double=True)
-        except Exception:  # a dtype written into the forward pass: no float64 reference to be had
-            double = Played()
-        return compare(plain, levers, double, replay.play(steps[:1], nudge=NUDGE), self.torch)
+        return {"checks": [same(plain, levers, self.torch)]} if bitwise else compare(plain, levers, double, nudged, self.torch)
+
+    def _plain_plays(self, steps: list[list[dict[str, Any]]]) -> tuple[Replay, Played, Played, Played]:
+        """Plainly, in float64, and with nudged weights: the same for all levers that are judged."""
+        if self._reference is None:
+            replay = Replay(self.scene, self.applier, self._frozen, sorted(self._stepped))
+            plain = replay.play(steps)
+            try:
+                double = replay.play(steps[:1], double=True)
+            except Exception:  # a dtype written into the forward pass: no float64 reference to be had
+                double = Played()
+            self._reference = replay, plain, double, replay.play(steps[:1], nudge=NUDGE)
+        return self._reference

@@ -53,6 +53,22 @@ def compare(plain: Played, levers: Played, double: Played, nudged: Played, torch
     return {"checks": checks, "noise": noise, "smooth": smooth}
 
 
+def same(plain: Played, levers: Played, torch: Any) -> dict[str, Any]:
+    """Whether outputs, gradients, updates and moves of buffers are the same, bit by bit."""
+
+    def equal(a: Any, b: Any) -> bool:
+        return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+    apart = [what for what in ("outputs", "gradients", "moves", "updates")
+             if not all(equal(a, b) for a, b in zip(_flat(getattr(plain, what)), _flat(getattr(levers, what)), strict=True))]
+    why = f"{' and '.join(apart)} differ from those of the plain step" if apart else "every bit is that of the plain step"
+    return check("bitwise", float(len(apart)), 0.0, why)
+
+
+def _flat(played: Any) -> list[Any]:
+    return [tensor for each in played for tensor in (each if isinstance(each, list) else [each])]
+
+
 def check(name: str, value: float, limit: float, why: str) -> dict[str, Any]:
     return {"name": name, "value": value if math.isfinite(value) else None, "limit": limit, "passed": value <= limit, "why": why}
 

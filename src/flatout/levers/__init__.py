@@ -5,6 +5,7 @@ Adding a lever is one file and one line here.
 
 from flatout.levers.allocator import LEVER as allocator
 from flatout.levers.autocast import LEVER as autocast
+from flatout.levers.batch_size import LEVER as batch_size
 from flatout.levers.batched_transforms import LEVER as batched_transforms
 from flatout.levers.cached_prefix import LEVER as cached_prefix
 from flatout.levers.channels_last import LEVER as channels_last
@@ -15,8 +16,13 @@ from flatout.levers.device_prefetch import LEVER as device_prefetch
 from flatout.levers.fused_ops import LEVER as fused_ops
 from flatout.levers.fused_optimizer import LEVER as fused_optimizer
 from flatout.levers.gc_pause import LEVER as gc_pause
+from flatout.levers.inplace import LEVER as inplace
 from flatout.levers.loader import LEVER as loader
 from flatout.levers.malloc import LEVER as malloc
+from flatout.levers.memory_budget import LEVER as memory_budget
+from flatout.levers.offload import LEVER as offload
+from flatout.levers.optimizer_state import LEVER as optimizer_state
+from flatout.levers.recompute import LEVER as recompute
 from flatout.levers.reduced_precision import LEVER as reduced_precision
 from flatout.levers.resident_data import LEVER as resident_data
 from flatout.levers.tf32 import LEVER as tf32
@@ -29,6 +35,7 @@ TABLE: tuple[Lever, ...] = (
     threads,
     gc_pause,
     debug_off,
+    batch_size,
     loader,
     cached_prefix,
     batched_transforms,
@@ -40,6 +47,11 @@ TABLE: tuple[Lever, ...] = (
     channels_last,
     autocast,
     compile_,
+    memory_budget,
     fused_ops,
+    inplace,
+    recompute,
+    offload,
     fused_optimizer,
+    optimizer_state,
 )

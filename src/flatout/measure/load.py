@@ -44,14 +44,14 @@ def copies_that_fit(torch: Any, device_type: str, processes: int = 1) -> int:
 
     ``processes`` are the like of this process that one program consists of (the ranks of this machine).
     """
-    copies = 1 + int(SPARE * _available_bytes() // (max(1, resident_bytes()) * processes))
+    copies = 1 + int(SPARE * available_bytes() // (max(1, resident_bytes()) * processes))
     if device_type == "cuda":
         free, _ = torch.cuda.mem_get_info()
         copies = min(copies, 1 + int(SPARE * free // (torch.cuda.max_memory_reserved() + CONTEXT_BYTES)))
     return copies
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory that can be had without swapping. Source: proc_meminfo(5); a cgroup's limit where that is narrower."""
     try:
         kib = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines() if line.startswith("MemAvailable:"))

@@ -52,7 +52,8 @@ class Lever:
     ``name`` is the file's name and reads after "with". ``applies(facts, scene)`` answers Options or Skip;
     ``apply(scene, value, ledger)`` acts and returns the Undo. A PROCESS lever has ``environment`` instead:
     the variables that the program must be started with. ``live`` levers can be switched between two steps.
-    ``known_bad(scene, value, ledger)`` is a broken variant that the guard must reject. ``code(value)`` are
+    ``saves_memory`` levers are slower on purpose: the search looks at them only where memory is limited. ``needs`` are levers without which
+    this one does nothing. ``known_bad(scene, value, ledger)`` is a broken variant that the guard must reject. ``code(value)`` are
     the lines a person would write to have the lever without flatout.
     """
 
@@ -69,4 +70,6 @@ class Lever:
     known_bad: Callable[[Any, Value, Any], Undo] | None = None
     after: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    saves_memory: bool = False
     page: str = ""

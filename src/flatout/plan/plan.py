@@ -11,6 +11,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from flatout.plan.errors import PlanError
@@ -100,6 +101,20 @@ class Plan:
             levers[choice.name] = entry
         document["levers"] = levers
         return tomlkit.dumps(document)
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """A Plan from a file. Raises PlanError where there is none, or it cannot be read as one."""
+        try:
+            if path.exists() and not path.is_file():  # a device or a pipe may have no end
+                raise PlanError(f"{path} is not a file. `flatout tune COMMAND...` makes a plan.")
+            if path.stat().st_size > MAX_PLAN_BYTES:
+                raise PlanError(f"{path} has {path.stat().st_size:,} bytes; a plan is never that large. Is it the right file?")
+            return cls.from_toml(path.read_text(encoding="utf-8"), str(path))
+        except FileNotFoundError:
+            raise PlanError(f"there is no plan {str(path)!r}. `flatout tune COMMAND...` makes one.") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"{path} cannot be read as a plan: {error}.") from None
 
     @classmethod
     def from_toml(cls, text: str, source: str = "the plan") -> Plan:

@@ -209,6 +209,19 @@ class Contest(Record):
 
 
 @dataclass
+class Point(Record):
+    """One place on the frontier of time and memory. ``ratio`` is against the first point, None for that one or where nothing could be measured;
+    ``peak_bytes`` is the most that tensors took within a steady step. ``chosen`` marks the plan that was taken."""
+
+    plan: str
+    peak_bytes: int | None = None
+    ratio: Ratio | None = None
+    fits: bool = False
+    chosen: bool = False
+    note: str = ""
+
+
+@dataclass
 class Prediction(Record):
     """What a profile's finding promised, and what the lever that came nearest to it brought. ``measured`` is None where none was measured."""
 
@@ -250,6 +263,8 @@ class SessionRecord(Record):
     levers: list[LeverRecord] = field(default_factory=list)
     contests: list[Contest] = field(default_factory=list)
     payback_steps: int | None = None
+    memory_limit_bytes: int | None = None  # what was asked for
+    frontier: list[Point] = field(default_factory=list)  # time against memory, in the order of measuring; the first is the point of comparison
     predictions: list[Prediction] = field(default_factory=list)  # of the profile that told the search where to begin
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)

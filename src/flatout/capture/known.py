@@ -1,0 +1,117 @@
+"""Values of tensors that are not computed: those that shapes and decisions of a program depend on.
+
+Where operators run for shapes alone, a tensor has no values. Some are needed all the same: the step that an optimizer counts, a length, a mask that
+chooses. They come of constants and of the batch's integers, so whatever is made of these alone is really computed, as long as it is small. What else
+a program asks for is answered with what an ordinary step would say: numbers are 1, nothing is infinite, nothing is less than anything, and what is asked
+of all of them holds.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from math import prod
+from typing import Any
+
+MOST_ELEMENTS = 2**18  # of what is really computed
+ALL = ("all", "_is_all_true")  # asked to make sure; "any" looks for trouble
+SAME, OPPOSITE = ("view", "reshape", "clone", "detach", "_to_copy", "alias", "unsqueeze", "squeeze", "select"), ("bitwise_not", "logical_not")
+JUNCTIONS = {"mul": all, "bitwise_and": all, "logical_and": all, "add": any, "bitwise_or": any, "logical_or": any}
+
+
+class KnownValues:
+    """``of`` a tensor, as a real tensor, or None. Everything here runs with dispatch modes off."""
+
+    def __init__(self, torch: Any) -> None:
+        from torch.utils.weak import WeakIdKeyDictionary
+
+        self.torch = torch
+        self._values: Any = WeakIdKeyDictionary()
+        self._truths: Any = WeakIdKeyDictionary()  # of tensors of truth values: what they would most likely say
+        self.guessed: set[str] = set()  # questions that were answered without knowing
+
+    def set(self, tensor: Any, value: Any) -> None:
+        self._values[tensor] = value
+
+    def of(self, tensor: Any) -> Any:
+        return self._values.get(tensor)
+
+    def worth_keeping(self, tensor: Any) -> bool:
+        """Whether the value of a real tensor may matter: a lone number, or integers that are not too many."""
+        if tensor.layout != self.torch.strided or tensor.requires_grad or tensor.device.type != "cpu":
+            return False
+        return bool(tensor.numel() <= 1 or (tensor.numel() <= MOST_ELEMENTS and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex))
+
+    def computed(self, function: Any, leaves: list[Any], rebuild: Any) -> Any:
+        """What an operator really gives, where all its tensors are known and nothing is drawn; else None. Writes into known values."""
+        torch = self.torch
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            return None
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        values = [self.of(tensor) for tensor in tensors]
+        if any(value is None for value in values) or sum(value.numel() for value in values) > MOST_ELEMENTS:
+            return None
+        known = iter(values)
+        args, kwargs = rebuild([next(known) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+        if not tensors and not self._worth_making(function._schema.name, args, kwargs):
+            return None
+        try:
+            with torch.no_grad():
+                return function(*args, **kwargs)
+        except (RuntimeError, IndexError, ValueError, NotImplementedError):  # a value that we made up does not fit
+            return None
+
+    def _worth_making(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether what is made from nothing may matter: a lone number, or integers that are not too many."""
+        if name.startswith(("aten::empty", "aten::_empty")):
+            return False
+        sizes = next((arg for arg in (*args, kwargs.get("size")) if isinstance(arg, (list, tuple))), ())
+        elements = prod(int(size) for size in sizes)
+        whole = name.startswith("aten::arange") or kwargs.get("dtype") in (self.torch.int64, self.torch.int32, self.torch.bool)
+        few = all(abs(arg) <= MOST_ELEMENTS for arg in args if isinstance(arg, int)) or name.startswith("aten::full")
+        return few and elements <= (MOST_ELEMENTS if whole else 1)
+
+    def note(self, function: Any, leaves: list[Any], made: Any, values: Any) -> None:
+        """Remember what is known of an operator's tensors; ``values`` are theirs, where they were computed."""
+        torch = self.torch
+        several = isinstance(made, (list, tuple))
+        found = values if several and isinstance(values, (list, tuple)) else [values]
+        for each, value in zip_longest(made if several else [made], found):
+            if not isinstance(each, torch.Tensor):
+                continue
+            if isinstance(value, torch.Tensor) and value.shape == each.shape and value.numel() <= MOST_ELEMENTS:
+                if not value.dtype.is_floating_point or value.numel() <= 1:
+                    self.set(each, value)
+            elif function._schema.is_mutable and each.numel() > 1:
+                self._values.pop(each, None)  # what is written into a lone number leaves it as it was: a counter, a flag
+            elif each.numel() <= 1 and each.dtype in (torch.int64, torch.int32) and self.of(each) is None:
+                self.set(each, torch.ones(each.shape, dtype=each.dtype))  # now, so that what is made of it fits to it
+            if each.dtype == torch.bool:
+                self._truths[each] = self._truth(function, leaves)
+
+    def _truth(self, function: Any, leaves: list[Any]) -> bool:
+        """Whether a question is most likely answered with yes, by how it was put: finite is x == x and |x| != inf."""
+        name = function._schema.name.removeprefix("aten::").removesuffix("_")
+        tensors = [leaf for leaf in leaves if isinstance(leaf, self.torch.Tensor)]
+        asked = [bool(self._truths.get(tensor, False)) for tensor in tensors]
+        if name in ("eq", "ne"):
+            same = len(tensors) == 2 and tensors[0] is tensors[1]
+            infinite = any(isinstance(leaf, float) and leaf in (float("inf"), float("-inf")) for leaf in leaves)
+            return same if name == "eq" else infinite and not same
+        if name in ALL or name == "isfinite":
+            return True
+        if name in JUNCTIONS and asked:
+            return JUNCTIONS[name](asked)
+        if name in OPPOSITE and asked:
+            return not asked[0]
+        return asked[0] if name in SAME and asked else False
+
+    def number(self, tensor: Any) -> Any:
+        """The one number of a tensor, as Python's own."""
+        value = self.of(tensor)
+        if value is not None and value.numel() == 1:
+            return value.item()
+        if tensor.dtype == self.torch.bool:
+            self.guessed.add("a decision")
+            return bool(self._truths.get(tensor, False))
+        return 1.0 if tensor.dtype.is_floating_point else 1
+

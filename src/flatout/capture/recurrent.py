@@ -1,0 +1,62 @@
+"""LSTMs on a CPU, which torch hands to oneDNN layer by layer where it has real tensors before it, and takes apart into steps where it has not.
+
+Tensors without memory would be taken apart, which saves other things for the backward pass. So the layers are called here, in the same order as in
+``mkldnn_rnn`` (aten/src/ATen/native/mkldnn/RNN.cpp). What oneDNN keeps of a layer is a workspace whose size only oneDNN knows: a small layer is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+ASKED = 16  # steps and samples of the small layer; from there on the workspace grows with both
+LSTM = 2  # the mode's number (rnn_kind of ATen)
+
+
+def by_layers(torch: Any, really: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for ``torch._VF.lstm``. Shapes: input (steps, batch, features), or batch first; states (layers * directions, batch, width)."""
+
+    def lstm(input: Any, states: Any, weights: Any, *rest: Any) -> Any:
+        if not isinstance(states, (list, tuple)) or not _goes_to_onednn(torch, input, states):
+            return really(input, states, weights, *rest)
+        has_biases, layers, dropout, training, bidirectional, batch_first = rest
+        directions = 2 if bidirectional else 1
+        each = 4 if has_biases else 2
+        x = (input.transpose(0, 1) if batch_first else input).contiguous()
+        hidden, cells = [], []
+        for layer in range(layers):
+            outputs = []
+            for direction in range(directions):
+                at = layer * directions + direction
+                own = list(weights[at * each : (at + 1) * each])
+                own += [] if has_biases else [torch.zeros(own[0].shape[0], dtype=own[0].dtype)] * 2
+                made = torch.ops.aten.mkldnn_rnn_layer(x, *own, states[0][at], states[1][at], direction == 1, [], LSTM, states[0].shape[2], layers, has_biases,
+                                                       bidirectional, batch_first, training)
+                outputs.append(made[0])
+                hidden.append(made[1])
+                cells.append(made[2])
+            x = outputs[0] if directions == 1 else torch.cat(outputs, 2)
+            if dropout and training and layer < layers - 1:
+                x = torch.dropout(x, dropout, True)
+        return x.transpose(0, 1) if batch_first else x, torch.stack(hidden), torch.stack(cells)
+
+    return lstm
+
+
+def _goes_to_onednn(torch: Any, input: Any, states: Any) -> bool:
+    projected = states[0].shape[2] != states[1].shape[2]
+    return bool(input.device.type == "cpu" and input.dtype == torch.float32 and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+                and not projected and input.numel())
+
+
+def workspace_bytes(torch: Any, args: Any) -> int:
+    """Of ``aten::mkldnn_rnn_layer`` with these arguments. Called with dispatch modes off."""
+    input, weights, rest = args[0], args[1:5], args[7:]
+    steps, samples = input.shape[:2]
+    width = args[5].shape[-1]
+    few_steps, few = min(ASKED, steps), min(ASKED, samples)
+    tensors = [torch.zeros(few_steps, few, input.shape[2]), *(torch.zeros(tuple(weight.shape)) for weight in weights), torch.zeros(few, width),
+               torch.zeros(few, width)]
+    with torch.enable_grad():  # without gradients oneDNN keeps nothing
+        asked = torch.ops.aten.mkldnn_rnn_layer(*tensors, *rest)[3].numel()
+    return int(asked * (steps * samples) / (few_steps * few))

@@ -1,0 +1,58 @@
+"""Give the compiler a budget for activations: what does not fit into it is computed again.
+
+What it does: sets the share of activation memory that torch.compile may keep between forward and backward pass (1 keeps what is fastest, 0 next to
+    nothing); its partitioner chooses what to compute again. Acts through the lever compile.
+Why it is faster: it is not; it is smaller. The compiler fuses what it computes again into the kernels that need it, which costs less than a second pass.
+When it does not help: models that are not compiled. Less budget is not always less memory (pytorch#197838), so each value is measured.
+What it can change: rounding, as compile does: what is computed again may be fused differently.
+Evidence: measured on your program before it is kept: peak memory and time of each value.
+Sources: torch._functorch.config.activation_memory_budget; pytorch.org/blog, "Current and new activation checkpointing techniques in PyTorch".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+from flatout.saved.wrong import in_half_the_bits
+
+BUDGETS: tuple[Value, ...] = (0.7, 0.5, 0.3, 0.1)
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if scene.compiled_by_script:
+        return Skip("the script compiles its model itself, and its code is compiled already")
+    if scene.create_graph_seen:
+        return Skip("the script differentiates twice, which compiled functions cannot do")
+    if not scene.roots:
+        return Skip("no module was called as a whole")
+    return Options(BUDGETS)
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    from torch._functorch import config
+
+    if isinstance(value, (bool, str, dict)) or not 0 <= value <= 1:
+        raise TypeError(f"memory_budget is a share from 0 to 1, not {value!r}")
+    dynamo = scene.torch._dynamo
+    ledger.call("compiled code", dynamo.reset)  # read while compiling: what is compiled already must be compiled again
+    ledger.set_flag(config, "activation_memory_budget", float(value))
+    dynamo.reset()
+    return ledger.restore
+
+
+def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+    """Saved tensors are kept in half of their bits."""
+    for root in scene.roots:
+        scene.wrap_forward(scene.without_ranks(root), in_half_the_bits(scene.torch), ledger)
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    return f"torch._functorch.config.activation_memory_budget = {value}  # before model.compile()"
+
+
+LEVER = Lever("memory_budget", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, warms_up=True, known_bad=known_bad, after=("compile",),
+              needs=("compile",), saves_memory=True, page=__doc__)

@@ -1,0 +1,106 @@
+"""Keep in host memory what the device does not need for a while.
+
+What it does: "activations" copies what autograd saves on a CUDA device, tensors of a mebibyte and more, to pinned host memory on a side stream, and back when
+    the backward pass asks. "optimizer" keeps the optimizer's state there, and on the device only while it steps.
+Why it is faster: it is not; it is smaller on the device.
+When it does not help: on a CPU, which has no other memory; where the bus is slower than computing again (lever recompute).
+What it can change: nothing, bit for bit. Host memory must hold what the device does not.
+Evidence: measured on your program before it is kept: peak memory and time.
+Sources: torch.autograd.graph.saved_tensors_hooks documentation; Ren et al., ZeRO-Offload, 2021.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+from flatout.saved.host import Offloading
+from flatout.saved.wrong import half_fetched
+
+LEAST_NUMBERS = 4096  # of a state tensor that is worth the way
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if scene.device_type != "cuda":
+        return Skip("the model is in host memory already, and there is no other memory to spare")
+    if scene.in_pieces:
+        return Skip("the model is called in pieces, not through one module")
+    if scene.compiled_by_script:
+        return Skip("the script compiles its model itself, and compiled code keeps what it wants")
+    return Options(("activations", "optimizer") if scene.optimizers else ("activations",))
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    if value == "activations":
+        torch = scene.torch
+        stream = torch.cuda.Stream() if scene.device_type == "cuda" else None
+        hooks = Offloading(torch, scene.device_type, stream)
+        for root in scene.roots:
+            scene.wrap_forward(scene.without_ranks(root), _offloading(torch, hooks), ledger)
+    elif value == "optimizer":
+        for optimizer in scene.optimizers:
+            _state_away(scene.torch, optimizer, ledger)
+    else:
+        raise TypeError(f'offload is "activations" or "optimizer", not {value!r}')
+    return ledger.restore
+
+
+def _offloading(torch: Any, hooks: Offloading) -> Any:
+    def wrapper(forward: Any) -> Any:
+        def on_the_host(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+                return forward(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+                return forward(*args, **kwargs)
+        return on_the_host
+    return wrapper
+
+
+def _state_away(torch: Any, optimizer: Any, ledger: Any) -> None:
+    """The state comes to the parameters' device for each step, and leaves it afterwards; pinned, so that the copies do not wait for each other."""
+    really = optimizer.step
+
+    def move(away: bool) -> None:
+        for p, state in optimizer.state.items():
+            for key, held in state.items() if p.device.type == "cuda" else ():
+                if isinstance(held, torch.Tensor) and held.numel() >= LEAST_NUMBERS and held.is_cuda == away:
+                    state[key] = _pinned(torch, held) if away else held.to(p.device, non_blocking=True)
+        if away and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # what is read next on the host is there
+
+    @wraps(really)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        move(away=False)
+        try:
+            return really(*args, **kwargs)
+        finally:
+            move(away=True)
+
+    ledger.call("optimizer state", lambda: move(away=False))
+    ledger.set(optimizer, "step", step, new=True)
+    move(away=True)
+
+
+def _pinned(torch: Any, held: Any) -> Any:
+    there = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, pin_memory=True)
+    return there.copy_(held, non_blocking=True)
+
+
+def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+    """Copies are read before the last quarter of them has arrived."""
+    for root in scene.roots:
+        scene.wrap_forward(scene.without_ranks(root), half_fetched(scene.torch), ledger)
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    if value == "optimizer":
+        return "state = {key: held.to(device) for key, held in state.items()}  # before optimizer.step(); and to pinned host memory after it"
+    return "with torch.autograd.graph.save_on_cpu(pin_memory=True): loss = ..."
+
+
+LEVER = Lever("offload", Moment.MODEL, Effect.EXACT, applies, code, apply=apply, live=True, guard=Comparison.BITWISE, known_bad=known_bad,
+              after=("recompute",), excludes=("compile",), saves_memory=True, page=__doc__)

@@ -1,0 +1,108 @@
+"""Reading throughput against batch size: how much faster each size is than the program's own, and from which size on more brings nothing.
+
+Times come as milliseconds a sample, by size, by process, by turn. Processes of one *pass* were measured beside each other, in turns.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from flatout.measure.statistics import Round, block_ms, compare, median, quantile
+from flatout.plan.batch import BatchPoint, BatchRecord
+from flatout.plan.records import CONFIDENCE, Ratio
+
+WORTH = 0.05  # of throughput; a larger batch that brings less is not worth its memory
+DRAWS = 600
+
+Passes = Sequence[Mapping[int, Sequence[float]]]
+"""By pass, by size, one time a turn. A size that was not measured in a pass is not in it."""
+
+
+def speed(passes: Passes, own: int, size: int) -> Ratio | None:
+    """How many times the samples/s of the program's own size this one has."""
+    pairs = [[Round(a, b) for a, b in zip(each[own], each[size], strict=False)] for each in passes if own in each and size in each]
+    return compare(pairs) if any(pairs) else None
+
+
+def in_micro_batches(step_ms: float, optimizer_ms: float, samples: float, wanted: float) -> float:
+    """Milliseconds of a step of ``wanted`` samples, in micro-batches of which those of one step of ``samples`` take ``step_ms``, with one update.
+
+    Data, forward and backward are counted for each micro-batch, and so is everything else but the optimizer. A smaller last one costs its share.
+    """
+    update_ms = min(optimizer_ms, step_ms)
+    return (step_ms - update_ms) * wanted / samples + update_ms
+
+
+def enough(passes: Passes, sizes: Sequence[int], seed: int = 0, draws: int = DRAWS) -> tuple[int, int, int] | None:
+    """The smallest of ``sizes`` whose throughput is within WORTH of the best, and an interval of it; None without a measurement.
+
+    A bootstrap over passes, and over the turns of each process within them.
+    """
+    sizes = sorted(size for size in sizes if any(each.get(size) for each in passes))
+    if not sizes:
+        return None
+    centre = _smallest({size: median([block_ms(each[size]) for each in passes if each.get(size)]) for size in sizes})
+    rng = random.Random(seed)
+    found = []
+    for _ in range(draws):
+        drawn = [passes[rng.randrange(len(passes))] for _ in passes]
+        curve = {}
+        for size in sizes:
+            times = [block_ms([each[size][rng.randrange(len(each[size]))] for _ in each[size]]) for each in drawn if each.get(size)]
+            if times:
+                curve[size] = median(times)
+        found.append(sizes.index(_smallest(curve)) if curve else sizes.index(centre))
+    tail = (1 - CONFIDENCE) / 2
+    low, high = sizes[round(quantile(found, tail))], sizes[round(quantile(found, 1 - tail))]
+    return centre, min(low, centre), max(high, centre)
+
+
+def _smallest(ms_a_sample: Mapping[int, float]) -> int:
+    best = min(ms_a_sample.values())
+    return min(size for size, ms in ms_a_sample.items() if ms <= best * (1 + WORTH))
+
+
+def read(record: BatchRecord, passes: Passes, again: Sequence[Sequence[Round]]) -> None:
+    """Fills speeds and choices of a record from the times of its passes. ``again`` are the turns of the own size in two processes of each pass."""
+    own = record.point(record.own)
+    if own is None or own.step_ms is None or not own.samples_per_step:
+        return
+    pairs = [pair for pair in again if pair]
+    record.again = compare(pairs) if pairs else None
+    for point in record.points:
+        _read(record, point, own, passes)
+    fit = [point for point in record.points if point.fits and point.speed is not None]
+    if not fit:
+        return
+    record.best = max(fit, key=lambda point: point.speed.median if point.speed else 0.0).size
+    found = enough(passes, [point.size for point in fit])
+    if found is not None:
+        record.enough, record.enough_low, record.enough_high = found
+    kept = [point for point in fit if point.kept_speed is not None]
+    if kept:
+        record.kept_best = max(kept, key=lambda point: point.kept_speed.median if point.kept_speed else 0.0).size
+
+
+def _read(record: BatchRecord, point: BatchPoint, own: BatchPoint, passes: Passes) -> None:
+    times = [block_ms(each[point.size]) for each in passes if each.get(point.size)]
+    samples, whole = point.samples_per_step, own.samples_per_step
+    if not times or not samples or not whole:
+        return
+    ms_a_sample = median(times)
+    point.processes = len(times)
+    point.step_ms, point.samples_per_s = ms_a_sample * samples, 1000 / ms_a_sample
+    alike = Ratio(1.0, 1.0, 1.0, len(times))
+    point.speed = alike if point is own else speed(passes, own.size, point.size)
+    point.kept_micro_batches = (record.effective or own.size) / point.size
+    optimizer_ms = point.optimizer_ms
+    if optimizer_ms is None or point.kept_micro_batches < 1:
+        point.kept_micro_batches = None
+        return
+
+    def kept(ms: float) -> float:
+        return in_micro_batches(ms * samples, optimizer_ms, samples, whole) / whole
+
+    point.kept_samples_per_s = 1000 / kept(ms_a_sample)
+    in_parts = [{own.size: each[own.size], point.size: [kept(ms) for ms in each[point.size]]} for each in passes if own.size in each and point.size in each]
+    point.kept_speed = alike if point is own else speed(in_parts, own.size, point.size)

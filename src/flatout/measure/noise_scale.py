@@ -1,0 +1,86 @@
+"""The gradient noise scale (McCandlish, Kaplan, Amodei and the OpenAI Dota team, "An Empirical Model of Large-Batch Training", 2018, appendix A).
+
+k gradients g_1 ... g_k, each of its own batch of b samples, all at the same weights. With G their expectation and Sigma the covariance of the gradient
+of one sample, E|g_i|^2 = |G|^2 + tr(Sigma) / b, and E(g_i . g_j) = |G|^2 for two different batches. So
+
+    |G|^2      = the mean of g_i . g_j over all pairs i != j
+    tr(Sigma)  = b (the mean of |g_i|^2 - |G|^2)
+
+are unbiased; they are the paper's estimates from two batch sizes, b and k b. The noise scale is B = tr(Sigma) / |G|^2. It does not change when every
+gradient is multiplied by one number, so a loss that is a sum over its batch gives the same B as one that is a mean, as long as b stays.
+
+Large models come as sums over groups of batches: only products between different groups are used then.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flatout.measure.statistics import quantile
+from flatout.plan.records import CONFIDENCE
+
+DRAWS = 500
+FEWEST_GROUPS = 8  # fewer show neither the gradient nor their own spread
+
+
+@dataclass(frozen=True)
+class Noise:
+    """``value``, ``low`` and ``high`` are in the unit of ``batch``. None is without bound: the gradient cannot be told from its noise."""
+
+    value: float | None
+    low: float
+    high: float | None
+    gradient: float  # |G|^2, an estimate that may be negative
+    trace: float  # tr(Sigma)
+
+
+def noise_scale(products: Sequence[Sequence[float]], squares: Sequence[float], batch: float, seed: int = 0, draws: int = DRAWS) -> Noise:
+    """``products[a][b]`` is the mean gradient of group a times that of group b, ``squares[a]`` the mean of |g|^2 over the batches of group a.
+
+    The interval is a bootstrap over groups; a group that is drawn twice is not paired with itself. Raises ValueError for fewer than FEWEST_GROUPS.
+    """
+    count = len(squares)
+    if count < FEWEST_GROUPS:
+        raise ValueError(f"{count} groups of gradients; {FEWEST_GROUPS} are the fewest")
+    gradient, square = _moments(products, squares, [1] * count)
+    rng = random.Random(seed)
+    drawn = []
+    for _ in range(draws):
+        times = [0] * count
+        for _ in range(count):
+            times[rng.randrange(count)] += 1
+        drawn.append(_scale(*_moments(products, squares, times), batch))
+    drawn.sort()
+    tail = (1 - CONFIDENCE) / 2
+    low, high = _rank(drawn, tail), _rank(drawn, 1 - tail)
+    value = _scale(gradient, square, batch)
+    return Noise(value if math.isfinite(value) else None, min(low, value), max(high, value) if math.isfinite(max(high, value)) else None,
+                 gradient, batch * (square - gradient))
+
+
+def _moments(products: Sequence[Sequence[float]], squares: Sequence[float], times: Sequence[int]) -> tuple[float, float]:
+    """|G|^2 and the mean of |g|^2, each group so many times."""
+    held = [(at, n) for at, n in enumerate(times) if n]
+    above = below = 0.0
+    for place, (a, n) in enumerate(held):
+        row = products[a]
+        for b, m in held[place + 1:]:
+            above += n * m * row[b]
+            below += n * m
+    return above / below if below else 0.0, sum(n * squares[a] for a, n in held) / sum(times)
+
+
+def _scale(gradient: float, square: float, batch: float) -> float:
+    trace = max(0.0, batch * (square - gradient))
+    return trace / gradient if gradient > 0 else math.inf
+
+
+def _rank(ordered: Sequence[float], q: float) -> float:
+    """A quantile of values of which the last ones may be infinite."""
+    finite = [value for value in ordered if math.isfinite(value)]
+    if len(finite) == len(ordered):
+        return quantile(ordered, q)
+    return ordered[min(len(ordered) - 1, round(q * (len(ordered) - 1)))]

@@ -1,0 +1,57 @@
+"""Saved tensors that wait in host memory until the backward pass asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.saved.derive import Kept
+
+LEAST_BYTES = 2**20  # of a tensor that is worth the way: below, starting a copy takes as long as the copy
+
+
+class Away:
+    """A tensor's bytes in pinned host memory, and the event after which they are there."""
+
+    __slots__ = ("copy", "device", "event", "stride")
+
+    def __init__(self, torch: Any, tensor: Any, stream: Any) -> None:
+        self.device, self.stride, self.event = tensor.device, tensor.stride(), None
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        self.copy = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, pin_memory=stream is not None) if whole else \
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=stream is not None)
+        if stream is None:
+            self.copy.copy_(tensor)
+            return
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            self.copy.copy_(tensor, non_blocking=True)
+            self.event = stream.record_event()
+        tensor.record_stream(stream)  # its memory is not handed out again before the copy has ended
+
+    def back(self, torch: Any) -> Any:
+        """The tensor on its device again; what runs there next waits for the copy, the host does not."""
+        if self.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.event)
+        return self.copy.to(self.device, non_blocking=True)
+
+
+class Offloading:
+    """Hooks for saved tensors of ``device_type``: those of at least ``least_bytes`` go to the host; parameters and small ones stay.
+
+    ``stream`` is a side stream to copy on; None copies at once, which is what a CPU can do.
+    """
+
+    def __init__(self, torch: Any, device_type: str, stream: Any = None, least_bytes: int = LEAST_BYTES) -> None:
+        self.torch, self.device_type, self.stream, self.least_bytes = torch, device_type, stream, least_bytes
+        self.moved_bytes = 0
+
+    def pack(self, tensor: Any) -> Any:
+        size = tensor.numel() * tensor.element_size()
+        parameter = (tensor._base if tensor._base is not None else tensor).is_leaf and tensor.requires_grad
+        if tensor.device.type != self.device_type or size < self.least_bytes or parameter or tensor.layout != self.torch.strided:
+            return Kept(tensor)
+        self.moved_bytes += size
+        return Away(self.torch, tensor.detach(), self.stream)
+
+    def unpack(self, packed: Any) -> Any:
+        return packed.back(self.torch) if isinstance(packed, Away) else packed.value()

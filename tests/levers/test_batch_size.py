@@ -1,0 +1,132 @@
+"""The lever batch_size: which loader gets the size, and what stays as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
+from flatout.levers.batch_size import BATCHES_ITSELF, LEVER, OWN_SAMPLER
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Options, Skip
+
+TRAIN, TEST = list(torch.arange(40.0)), list(torch.arange(30.0))
+
+
+class Own(Sampler):
+    """Gives the samples in groups of four, as one does who knows that four are in a batch."""
+
+    def __iter__(self):
+        return iter(range(40))
+
+    def __len__(self):
+        return 40
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(40.0))
+
+
+class Phases(Listener):
+    wants_phases = True
+
+
+@pytest.fixture
+def scene():
+    ledger = Ledger()
+    made = Scene(torch, Phases(), ledger)
+    made.install()
+    yield made
+    made.rest()
+    ledger.restore()
+
+
+def sizes(loader):
+    return [len(batch) for batch in loader]
+
+
+def test_one_loader_gets_it_and_the_others_stay(scene):
+    """The second of three; made again for another epoch it is the same one."""
+    LEVER.apply(scene, {"size": 16, "loader": 1}, Ledger())
+    first, train, test = DataLoader(TEST, 5), DataLoader(TRAIN, 4, shuffle=True, drop_last=True), DataLoader(TEST, 4)
+    assert (sizes(first)[0], sizes(train), sizes(test)[0]) == (5, [16, 16], 4)
+    assert sizes(DataLoader(TRAIN, 4, shuffle=True, drop_last=True)) == [16, 16]
+    assert sizes(DataLoader(TRAIN, 4)) == [4] * 10  # no shuffling, so another one
+    assert [seen["batch_size"] for seen in scene.loaders] == [5, 16, 4, 16, 4]
+    assert scene.reports == []
+
+
+@pytest.mark.parametrize("arguments", [
+    {"batch_size": 4}, {}, {"batch_size": 4, "sampler": DistributedSampler(TRAIN, 1, 0, shuffle=False)}, {"batch_size": 4, "sampler": list(range(40))},
+    {"batch_sampler": BatchSampler(SequentialSampler(TRAIN), 4, drop_last=False)},
+], ids=["given", "not given", "ranks", "list", "batches"])
+def test_the_order_stays(scene, arguments):
+    LEVER.apply(scene, {"size": 16}, Ledger())
+    found = list(DataLoader(TRAIN, **arguments))
+    assert list(map(len, found)) == [16, 16, 8]
+    assert torch.cat(found).tolist() == list(range(40))
+
+
+def test_a_batch_sampler_keeps_what_it_draws_from(scene):
+    drawn = RandomSampler(TRAIN, generator=torch.Generator().manual_seed(3))
+    LEVER.apply(scene, {"size": 16}, Ledger())
+    assert sizes(DataLoader(TRAIN, batch_sampler=BatchSampler(drawn, 4, drop_last=True))) == [16, 16]
+    assert scene.loaders[0]["batch_size"] == 16
+    assert sizes(DataLoader(Stream(), batch_size=4))[0] == 4  # the second loader, and another data set
+
+
+def test_a_stream_is_batched_by_the_loader(scene):
+    LEVER.apply(scene, {"size": 16}, Ledger())
+    assert sizes(DataLoader(Stream(), batch_size=4)) == [16, 16, 8]
+
+
+@pytest.mark.parametrize(("data", "arguments", "why"), [
+    (TRAIN, {"batch_size": 4, "sampler": Own()}, OWN_SAMPLER), (TRAIN, {"batch_sampler": BatchSampler(Own(), 4, False)}, OWN_SAMPLER),
+    (TRAIN, {"batch_sampler": [[0, 1], [2]] * 20}, OWN_SAMPLER), (TRAIN, {"batch_size": None}, BATCHES_ITSELF),
+    (Stream(), {"batch_size": None}, BATCHES_ITSELF),
+], ids=["sampler", "inside", "list", "none", "stream"])
+def test_what_cannot_have_another_size_says_why(scene, data, arguments, why):
+    LEVER.apply(scene, {"size": 16}, Ledger())
+    loader = DataLoader(data, **arguments)
+    assert scene.reports == [("batch_size", why)]
+    train(loader)
+    assert LEVER.applies(Facts(), scene) == Skip(why)
+
+
+def train(*loaders, model=None):
+    """One epoch over the first, an evaluation over the second after each batch, with gradients on."""
+    model = model or torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for batch in loaders[0]:
+        optimizer.zero_grad()
+        model(batch.reshape(-1, 1)).sum().backward()
+        optimizer.step()
+        for other in loaders[1:]:
+            model(next(iter(other)).reshape(-1, 1))
+
+
+def test_the_loader_that_trains_is_known(scene):
+    test, loader = DataLoader(TEST, 5), DataLoader(TRAIN, 4, sampler=WeightedRandomSampler([1.0] * 40, 40))
+    assert scene.training_loader is None
+    train(loader, test)
+    assert scene.describe()["training_loader"] == 1
+    assert LEVER.applies(Facts(), scene) == Options(({"size": 8, "loader": 1}, {"size": 2, "loader": 1}))
+    del loader
+    assert isinstance(LEVER.applies(Facts(), scene), Options)
+
+
+@pytest.mark.parametrize("value", [16, True, {}, {"size": 0}, {"size": 2.0}, {"size": True}, {"size": 8, "loader": -1}, {"size": 8, "workers": 1}], ids=str)
+def test_a_value_that_says_nothing_is_refused(scene, value):
+    with pytest.raises(TypeError, match="size"):
+        LEVER.apply(scene, value, Ledger())
+    assert scene._loaders.rules == []
+
+
+def test_the_known_bad_is_bad(scene):
+    ledger = Ledger()
+    LEVER.known_bad(scene, {"size": 4}, ledger)
+    assert [batch.tolist() for batch in DataLoader(TRAIN, 2)][:2] == [[0.0, 0.0], [2.0, 2.0]]

@@ -1,0 +1,239 @@
+"""Levers that save memory, on live programs: bit for bit the plain losses, fewer bytes, and left alone where they would not be."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+
+from flatout.capture.ledger import Ledger
+from flatout.engine.applier import Applier
+from flatout.levers import TABLE
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Options, Skip
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.words import Moment
+from flatout.saved.host import Offloading
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+LEVER = {lever.name: lever for lever in TABLE}
+FACTS = Facts(cores=2, system="Linux")
+RECOMPUTE = [{"ops": "cheap"}, {"ops": "linear"}, {"ops": "linear", "share": 0.5}, {"blocks": 0.5}, {"blocks": 1.0}]
+
+
+class Residual(nn.Module):
+    def __init__(self, activation=nn.GELU):
+        super().__init__()
+        self.conv, self.norm, self.act, self.drop, self.mix = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), activation(), nn.Dropout(0.3), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        return x + self.drop(self.mix(self.act(self.norm(self.conv(x)))))
+
+
+class Twice(Residual):
+    """What enters its activation is needed again."""
+
+    def forward(self, x):
+        y = self.conv(x)
+        return x + self.act(y) + y.sigmoid()
+
+
+class Kept(Residual):
+    """What enters its activation is looked at from outside."""
+
+    def forward(self, x):
+        y = self.conv(x)
+        self.seen = y.detach()
+        return x + self.act(y)
+
+
+def images(*blocks):
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(block() for block in blocks),
+                         nn.Flatten(), nn.LayerNorm(8 * 144), nn.Linear(8 * 144, 16), nn.Tanh(), nn.Linear(16, 5))
+
+
+@pytest.mark.parametrize("value", RECOMPUTE, ids=str)
+def test_recompute_is_exact(program, value):
+    """Switched on, off and on again between steps; dropout and running statistics among what must be the same."""
+    plain, live = (program(model=images(Residual, Residual)) for _ in range(2))
+    random = torch.get_rng_state()
+    plain.train(3)
+    torch.set_rng_state(random)
+    live.train(0)
+    for on in (True, False, True):
+        undo = LEVER["recompute"].apply(live.scene, value, Ledger()) if on else None
+        live.train(1)
+        if undo is not None:
+            undo()
+    assert live.scene.reports == []
+    assert live.losses == plain.losses
+    assert all(torch.equal(a, b) for a, b in zip(live.model.state_dict().values(), plain.model.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU, nn.Hardtanh])
+@pytest.mark.parametrize("block", [Residual, Twice, Kept])
+def test_inplace_only_where_nothing_changes(program, block, activation):
+    plain, live = (program(model=images(*[lambda: block(activation)] * 2)) for _ in range(2))
+    random = torch.get_rng_state()
+    plain.train(2)
+    torch.set_rng_state(random)
+    undo = LEVER["inplace"].apply(live.scene, True, Ledger())
+    live.train(2)
+    placed = [m.inplace for m in live.model.modules() if type(m) is activation]
+    undo()
+    assert live.losses == plain.losses
+    assert placed == [block is Residual] * 2
+    assert not any(getattr(m, "inplace", False) for m in live.model.modules())
+
+
+def test_inplace_leaves_the_batch_alone(program):
+    """A first layer that would overwrite what the script has handed over."""
+    model = nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(432, 5))
+    live = program(model=model)
+    LEVER["inplace"].apply(live.scene, True, Ledger())
+    x = torch.randn(4, 3, 12, 12)
+    before = x.clone()
+    model(x)
+    assert torch.equal(x, before)
+    assert not model[0].inplace
+
+
+@pytest.mark.parametrize(("name", "value", "block"), [("recompute", {"ops": "cheap"}, Residual), ("offload", "activations", Residual),
+                                                      ("inplace", True, lambda: Residual(nn.ReLU)), ("memory_budget", 0.5, Residual)])
+def test_the_known_bad_shows_in_the_losses(program, name, value, block):
+    """The guard of an exact lever compares bits; that of the budget, gradients."""
+    plain, live = (program(model=images(block, block)) for _ in range(2))
+    random = torch.get_rng_state()
+    plain.train(1)
+    torch.set_rng_state(random)
+    LEVER[name].known_bad(live.scene, value, Ledger())
+    live.train(1)
+    assert live.losses != plain.losses
+
+
+def test_offloaded_tensors_come_back_bit_for_bit():
+    """What is not small and no parameter goes to the host and comes back in its own layout."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    x = torch.randn(64, 64)
+    gradients = []
+    hooks = Offloading(torch, "cpu", least_bytes=64 * 256 * 4)
+    for around in (contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)):
+        model.zero_grad()
+        with around:
+            loss = model(x).square().mean()
+        loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert hooks.moved_bytes == 2 * 64 * 256 * 4  # GELU's input and output; the weights stay
+    part = torch.arange(24.0).view(4, 6).t()[1:4]
+    assert torch.equal(hooks.unpack(Offloading(torch, "cpu", least_bytes=1).pack(part)), part)
+    changed = hooks.pack(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        hooks.unpack(changed)
+
+
+def test_what_is_left_alone_and_said(program):
+    live = program()
+    assert "no other memory to spare" in LEVER["offload"].applies(FACTS, live.scene).reason
+    assert "in place already" in LEVER["inplace"].applies(FACTS, live.scene).reason
+    assert {"blocks": 1.0} not in LEVER["recompute"].applies(FACTS, live.scene).values
+    blocks = program(model=images(Residual, Residual))
+    assert {"blocks": 1.0} in LEVER["recompute"].applies(FACTS, blocks.scene).values
+    blocks.model[1].conv.register_forward_hook(lambda *_: None)
+    blocks.model[2].conv.register_forward_hook(lambda *_: None)
+    assert {"blocks": 1.0} not in LEVER["recompute"].applies(FACTS, blocks.scene).values
+    with pytest.raises(LookupError, match="hook on a Conv2d"):
+        LEVER["recompute"].apply(blocks.scene, {"blocks": 1.0}, Ledger())
+    blocks.scene.create_graph_seen = True
+    assert isinstance(LEVER["recompute"].applies(FACTS, blocks.scene), Skip)
+    assert isinstance(LEVER["memory_budget"].applies(FACTS, blocks.scene), Skip)
+
+
+@pytest.mark.parametrize("value", [True, {"ops": "all"}, {"blocks": 0}, {"blocks": 2}, {"share": 0.5}, {"ops": "linear", "share": "half"}])
+def test_a_value_that_means_nothing_is_refused(program, value):
+    live = program()
+    with pytest.raises(TypeError, match="recompute"):
+        LEVER["recompute"].apply(live.scene, value, Ledger())
+
+
+def test_no_block_that_may_be_computed_twice_is_reported(program):
+    class Counting(Residual):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    live = program(model=images(Counting, Counting))
+    LEVER["recompute"].apply(live.scene, {"blocks": 1.0}, Ledger())
+    live.train()
+    assert [(name, "from call to call" in sentence) for name, sentence in live.scene.reports] == [("recompute", True)]
+
+
+def test_the_budget_needs_the_compiler_and_recompute_does_not_go_with_it(program):
+    from torch._functorch import config
+
+    live = program(model=images(Residual, Residual))
+    applier = Applier(TABLE, FACTS, live.scene)
+    applier.start(Plan((Choice("memory_budget", 0.5), Choice("recompute", {"ops": "cheap"}))), (Moment.MODEL,))
+    said = {o.choice.name: (o.applied, o.reason) for o in applier.outcomes}
+    assert said == {"memory_budget": (False, "it acts through compile, which is not applied"), "recompute": (True, "")}
+    applier.switch(())
+    applier.switch((Choice("compile", "default"), Choice("memory_budget", 0.5), Choice("recompute", {"ops": "cheap"})))
+    assert config.activation_memory_budget == 0.5
+    assert [c.name for c, _ in applier._on] == ["compile", "memory_budget"]
+    applier.switch(())
+    assert config.activation_memory_budget == 1.0
+
+
+# -- torchao, where it is --------------------------------------------------------------------------------------------
+
+
+def test_without_torchao_the_command_is_told(program, monkeypatch):
+    monkeypatch.setattr(sys.modules["flatout.levers.optimizer_state"], "find_spec", lambda name: None)
+    live = program()
+    assert "pip install" in LEVER["optimizer_state"].applies(FACTS, live.scene).reason
+    with pytest.raises(LookupError, match="pip install"):
+        LEVER["optimizer_state"].apply(live.scene, "8bit", Ledger())
+
+
+@pytest.mark.parametrize("value", ["8bit", "4bit", "fp8"])
+def test_low_bit_moments(program, value):
+    """Schedules and groups stay the script's; moments are quantised, begin where Adam's were, and come back."""
+    pytest.importorskip("torchao.optim")
+    torch.manual_seed(0)
+    live = program(model=nn.Sequential(nn.Flatten(), nn.Linear(432, 256), nn.ReLU(), nn.Linear(256, 5)))
+    plain = copy.deepcopy(live.model)
+    weight = live.model[1].weight
+    moment = live.optimizer.state[weight]["exp_avg"].clone()
+    assert isinstance(LEVER["optimizer_state"].applies(FACTS, live.scene), Options)
+    torch.compiler.set_stance("force_eager")  # its arithmetic, without the compiler that would take a minute
+    try:
+        undo = LEVER["optimizer_state"].apply(live.scene, value, Ledger())
+        held = live.optimizer.state[weight]["exp_avg"]
+        assert type(held) is not torch.Tensor
+        assert (held.dequantize() - moment).norm() < 0.2 * moment.norm()
+        for group in live.optimizer.param_groups:
+            group["lr"] = 0.0
+        live.train(1)
+        assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), live.model.parameters(), strict=True))  # the script's learning rate holds
+        assert live.scene.optimizers == [live.optimizer]
+        undo()
+        assert type(live.optimizer.state[weight]["exp_avg"]) is torch.Tensor
+        live.train(1)
+    finally:
+        torch.compiler.set_stance("default")
+
+
+def test_the_saved_room_names_no_model():
+    import flatout.saved
+
+    sources = [path.read_text() for path in Path(flatout.saved.__file__).parent.glob("*.py")]
+    assert not any(word in source.lower() for source in sources for word in ("gpt", "llama", "bert", "vit_"))

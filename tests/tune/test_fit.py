@@ -1,0 +1,142 @@
+"""The fastest plan that fits: measured in a real program, chosen by rule, told in words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flatout.cli.arguments import Amount
+from flatout.launch.command import understand
+from flatout.levers import TABLE
+from flatout.plan.folder import JobFolder
+from flatout.plan.plan import Choice
+from flatout.plan.records import Point, Ratio, SessionRecord
+from flatout.plan.words import Effect, Origin, Status
+from flatout.probe.machine import look
+from flatout.tune.candidates import Candidate, consider
+from flatout.tune.fit import Measured, _chosen, fit
+from flatout.tune.search import _observe
+from flatout.tune.session import verdict
+from flatout.tune.tuning import Goal, Tuning
+
+LEVER = {lever.name: lever for lever in TABLE}
+SCRIPT = '''\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+block = lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+model = nn.Sequential(*(block() for _ in range(6)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+while True:
+    optimizer.zero_grad()
+    loss = model(torch.randn(256, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+'''
+
+
+@pytest.mark.timeout(200)
+def test_the_frontier_of_a_real_program(tmp_path, monkeypatch):
+    """Every value of recompute is a point with a ratio and a peak; block by block it falls, and the fastest that fits is taken."""
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    session = SessionRecord(["python", "train.py"], str(tmp_path), {}, budget_s=1000.0)
+    tuning = Tuning(understand(("python", "train.py")), JobFolder(tmp_path / "job").make(), look(), session, Goal(1000.0, memory_limit_bytes=10**9))
+    try:
+        _observe(tuning)
+        assert tuning.candidates["recompute"].for_memory
+        assert not tuning.candidates["recompute"].open  # no race for what is slower on purpose
+        monkeypatch.setattr("flatout.tune.fit.LONGEST_LIVE_S", 0.1)
+        tuning.candidates["recompute"].values = ({"ops": "cheap"}, {"ops": "linear"}, {"blocks": 1.0})
+        fit(tuning, [])  # everything fits
+        assert not tuning.must_fit
+        peaks = {point.plan: point.peak_bytes for point in session.frontier}
+        assert list(peaks) == ["plain", "recompute(ops=cheap)", "recompute(ops=linear)", "recompute(blocks=1.0)"]
+        plain = peaks["plain"]
+        fixed = 6 * (64 * 256 * 2 + 256 + 64 * 3) * 4 * 2  # parameters and gradients
+        kept = {name: (peak - fixed) / (plain - fixed) for name, peak in peaks.items()}
+        assert kept["recompute(ops=cheap)"] < 0.75
+        assert kept["recompute(ops=linear)"] < 0.45
+        assert kept["recompute(blocks=1.0)"] < 0.45
+        assert all(point.ratio is not None for point in session.frontier[1:])
+        tuning.goal = Goal(1000.0, memory_limit_bytes=int(plain * 0.9))
+        taken = fit(tuning, [])
+        assert [candidate.lever.name for candidate in taken] == ["recompute"]
+        assert tuning.must_fit
+        assert [point.fits for point in session.frontier] == [False, True, True, True]
+        fastest = max(session.frontier[1:], key=lambda point: point.ratio.median)
+        assert [point.chosen for point in session.frontier] == [point is fastest for point in session.frontier]
+        assert SessionRecord.from_json(json.loads(json.dumps(session.to_json()))).frontier == session.frontier
+    finally:
+        tuning.arena.close()
+
+
+def candidate(name):
+    return Candidate(LEVER[name], (), LEVER[name].effect, value=True, won=True)
+
+
+def measured(peak, ratio=None, parts=(), winners=False, limit=100):
+    return Measured(Point("x", peak, Ratio(ratio, ratio, ratio, 3) if ratio else None, fits=peak <= limit), parts, winners)
+
+
+@pytest.fixture
+def tuning(tmp_path):
+    session = SessionRecord(["x"], "", {}, memory_limit_bytes=100)
+    return Tuning(understand(("true",)), JobFolder(tmp_path).make(), look(), session, Goal(10.0, memory_limit_bytes=100))
+
+
+def test_what_is_chosen(tuning):
+    cheap, fused = candidate("recompute"), candidate("fused_optimizer")
+    part = ((cheap, Choice("recompute", {"ops": "cheap"}, Origin.TUNER)),)
+    # The plain program fits, with the winners too: they stay.
+    assert _chosen(tuning, [fused], [measured(90), measured(95, 1.2, winners=True), measured(50, 0.9, part, winners=True)]) == [fused]
+    # It fits alone, the winners do not.
+    assert _chosen(tuning, [fused], [measured(90), measured(120, 1.2, winners=True)]) == []
+    assert fused.status is Status.REJECTED
+    # Nothing fits but what is slower.
+    fused.won = True
+    assert _chosen(tuning, [fused], [measured(150), measured(160, 1.2, winners=True), measured(90, 0.8, part, winners=True)]) == [fused, cheap]
+    assert tuning.must_fit
+    assert (cheap.value, cheap.won) == ({"ops": "cheap"}, True)
+    # Nothing at all.
+    assert _chosen(tuning, [fused], [measured(150), measured(101, 0.8, part, winners=True)]) == []
+
+
+def test_what_is_said():
+    session = SessionRecord(["x"], "", {}, memory_limit_bytes=100 * 2**20)
+    session.frontier = [Point("plain", 150 * 2**20), Point("recompute(blocks=1.0)", 120 * 2**20, Ratio(0.8, 0.7, 0.9, 3))]
+    assert "recompute(blocks=1.0) comes nearest and takes 20 MiB more" in verdict(session)
+    session.frontier[1].peak_bytes, session.frontier[1].fits = 90 * 2**20, True
+    assert "was not confirmed" in verdict(session)
+    session.frontier[1].chosen, session.speedup, session.guard.verdict = True, Ratio(0.8, 0.7, 0.9, 3), "same"
+    assert verdict(session) == ("within 100 MiB, where the plain program does not fit, with recompute(blocks=1.0): 0.80x (0.70-0.90, n=3) as fast, "
+                                "with bitwise the same results")
+    session.frontier[0].fits = True
+    assert verdict(session).startswith("probably 0.80x")
+
+
+def test_without_a_limit_nothing_is_looked_at_that_is_slower_on_purpose():
+    answers = {lever.name: {"values": [True], "effect": None} for lever in TABLE}
+    every = frozenset(Effect) - {Effect.CHANGES_MATH}
+    saving = {lever.name for lever in TABLE if lever.saves_memory}
+    found = consider(answers, every, None)
+    assert {name for name in saving if found[name].values} == set()
+    assert "--memory-limit" in found["recompute"].reason
+    limited = consider(answers, every, None, limited=True)
+    assert {name for name in saving if limited[name].for_memory} == saving - {"optimizer_state"}
+    assert "by name" in limited["optimizer_state"].reason
+    assert not any(limited[name].open for name in saving)
+    assert consider(answers, every, frozenset({"recompute"}))["recompute"].open  # asked for by name, it is raced like any other
+
+
+@pytest.mark.parametrize(("text", "size"), [("8GB", 8 * 10**9), ("1.5 GiB", 3 * 2**29), ("800mib", 800 * 2**20), ("512", 512), ("2q", None), ("-1GB", None),
+                                            ("GB", None), ("8GBs", None), ("0", None), ("nanGB", None)])
+def test_sizes(text, size):
+    if size is None:
+        with pytest.raises(Exception, match="amount of memory"):
+            Amount().convert(text, None, None)
+    else:
+        assert Amount().convert(text, None, None) == size
