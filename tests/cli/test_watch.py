@@ -44,7 +44,7 @@ def test_a_file_gets_one_line_at_the_end_and_the_output_stays(flatout, script):
 
 def test_a_terminal_has_a_row_of_its_own_and_gets_it_back(flatout, script):
     """What the program prints comes through whole; the live row is written between saving and restoring the cursor."""
-    script(PROGRAM.replace("EPOCHS", "40"))
+    script(PROGRAM.replace("EPOCHS", "15"))
     outside, inside = pty.openpty()
     import fcntl
     import struct
@@ -66,7 +66,7 @@ def test_a_terminal_has_a_row_of_its_own_and_gets_it_back(flatout, script):
     assert process.stdout is not None
     out = process.stdout.read()
     assert process.wait(30) == 0
-    assert len(out.splitlines()) == 40
+    assert len(out.splitlines()) == 15
     rows = re.findall(rb"\x1b7\x1b\[24;1H\x1b\[2K\x1b\[2m([^\x1b]*)\x1b\[0m\x1b8", seen)
     assert rows, seen
     assert all(b"steps/s" in row or b"no step" in row for row in rows)

@@ -65,6 +65,14 @@ def test_what_is_likely_faster_is_tried_with_the_others(median, low, high, n, wo
     assert one.won == won
 
 
+@pytest.mark.parametrize(("effects", "only"), [(EVERY, None), (EVERY, frozenset({"batch_size"})), (frozenset(Effect), frozenset({"batch_size"}))])
+def test_what_changes_the_maths_is_never_tried(effects, only):
+    """Neither when it is asked for by name: a plan by hand is the place for it."""
+    one = consider(options(batch_size={"values": [{"size": 8}], "effect": None}), effects, only)["batch_size"]
+    assert not one.open
+    assert "it changes what is learned" in one.reason
+
+
 @given(ratios)
 def test_every_candidate_has_a_record_with_a_reason(ratio):
     fresh = consider(options(), EVERY, None)["tf32"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -11,9 +12,9 @@ from typing import Any
 
 import click
 
-from flatout.plan.errors import PlanError, StorageError, UsageError
+from flatout.plan.errors import StorageError, UsageError
 from flatout.plan.folder import JobFolder
-from flatout.plan.plan import MAX_PLAN_BYTES, Plan
+from flatout.plan.plan import Plan
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
@@ -37,25 +38,48 @@ class Duration(click.ParamType):
         return number
 
 
+class Amount(click.ParamType):
+    """``8GB``, ``500MiB``, ``12000000``: bytes. GB is 1000 MB, GiB is 1024 MiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"([\d.]+)\s*(?:([kmgt])(i?)b?|b)?", str(value).strip().lower())
+        try:
+            number = float(found[1]) * (1024 if found[3] else 1000) ** (" kmgt".index(found[2]) if found[2] else 0) if found else -1.0
+        except ValueError:
+            number = -1.0
+        if not 1 <= number < 2**60:
+            self.fail(f"{value!r} is not an amount of memory; write 8GB or 500MiB", param, ctx)
+        return int(number)
+
+
+class Sizes(click.ParamType):
+    """``32,64,128``: whole numbers from 1 on, each once."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        if isinstance(value, list):
+            return value
+        try:
+            sizes = [int(word) for word in str(value).split(",") if word.strip()]
+        except ValueError:
+            sizes = [0]
+        if any(not 1 <= size < 2**31 for size in sizes):
+            self.fail(f"{value!r} is no list of batch sizes; write 32,64,128", param, ctx)
+        return list(dict.fromkeys(sizes))
+
+
 def program(function: Callable) -> Callable:
     return click.argument("words", metavar="COMMAND...", nargs=-1, type=click.UNPROCESSED)(function)
 
 
 def read_plan(path: str) -> Plan:
     """A Plan from a file; ``none`` is the empty one. Raises PlanError where it cannot be read."""
-    if path == "none":
-        return Plan()
-    file = Path(path)
-    try:
-        if file.exists() and not file.is_file():  # a device or a pipe may have no end
-            raise PlanError(f"{path} is not a file. `flatout tune COMMAND...` makes a plan.")
-        if file.stat().st_size > MAX_PLAN_BYTES:
-            raise PlanError(f"{path} has {file.stat().st_size:,} bytes; a plan is never that large. Is it the right file?")
-        return Plan.from_toml(file.read_text(encoding="utf-8"), path)
-    except FileNotFoundError:
-        raise PlanError(f"there is no plan {path!r}. `flatout tune COMMAND...` makes one.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} cannot be read as a plan: {error}.") from None
+    return Plan() if path == "none" else Plan.read(Path(path))
 
 
 def words_or_usage(words: tuple[str, ...], command: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from flatout.cli.arguments import PROGRAM, Duration, program, words_or_usage, writable
+from flatout.cli.arguments import PROGRAM, Amount, Duration, program, words_or_usage, writable
 from flatout.cli.progress import LiveProgress
 from flatout.cli.underneath import of_death
 from flatout.diagnose.kept import load_profile
@@ -36,17 +36,19 @@ SHORTEST_S = 5.0
 @click.option("--effects", default="exact,rounding,resampled", show_default=True, help="What levers may change.")
 @click.option("--levers", "only", default=None, help="Only these levers, separated by commas. See `flatout levers`.")
 @click.option("--horizon", default="1h", show_default=True, type=Duration(), help="How long the real job will run; a warm-up must be repaid within it.")
+@click.option("--memory-limit", "limit", default=None, type=Amount(), help="What the tensors of a step may take, 8GB or 800MiB: the fastest plan that fits.")
 @click.option("--no-write", is_flag=True, help="Do not write flatout.toml beside the script.")
 @click.option("--job", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records instead of .flatout/<job>.")
 @click.option("--again", is_flag=True, help="Start anew, even where an interrupted session could go on.")
 @program
-def command(budget: float, effects: str, only: str | None, horizon: float, no_write: bool, job: Path | None, again: bool, words: tuple[str, ...]) -> int:
+def command(budget: float, effects: str, only: str | None, horizon: float, limit: int | None, no_write: bool, job: Path | None, again: bool,
+            words: tuple[str, ...]) -> int:
     """Find the fastest plan for a program that keeps its results.
 
     The program is started several times, measured step by step with everything in it (loader included), and stopped. Its
     files are not touched. What is found is written to flatout.toml, session.json and report.html.
     """
-    goal = Goal(budget, _effects(effects), _levers(only), horizon)
+    goal = Goal(budget, _effects(effects), _levers(only), horizon, memory_limit_bytes=limit)
     if budget < SHORTEST_S:
         raise UsageError(f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 5m.")
     session, folder = tune(words_or_usage(words, "tune"), goal, beside=not no_write, job=job, again=again)
@@ -63,7 +65,7 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     cmd = understand(words)
     facts = look()
     folder = writable(job_folder(cmd, job), job is not None)
-    session = open_session(folder, cmd, facts, goal.budget_s, sorted(goal.effects), again)
+    session = open_session(folder, cmd, facts, goal.budget_s, sorted(goal.effects), again, goal.memory_limit_bytes)
     profile = load_profile(folder)
     if profile is not None:
         goal = replace(goal, first=tuple(levers_first(profile.findings, [lever.name for lever in TABLE])))

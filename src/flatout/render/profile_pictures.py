@@ -15,7 +15,7 @@ from markupsafe import Markup
 from flatout.plan.profile import MEMORY_KINDS, Leak, MemorySeen, Operation, ProfileRecord, WhatIf
 from flatout.plan.records import PHASES
 from flatout.render.pictures import LETTER, NARROW, PLOT_HEIGHT, WIDE, forest_axis, forest_row
-from flatout.render.svg import UNITS, Scale, element, percent, picture, ratio_scale, round_ticks, stretched, title
+from flatout.render.svg import UNITS, Scale, axis_below, decades, element, percent, picture, powers, ratio_scale, round_ticks, stretched, title
 from flatout.render.wording import drawable, figure, interval, milliseconds, size, times
 
 LARGEST_DOT, SMALLEST_DOT = 13.0, 3.5
@@ -77,20 +77,20 @@ def roofline(profile: ProfileRecord) -> tuple[Markup, Markup, Markup, list[Opera
     xs, ys = [x for x, _ in at], [y for _, y in at]
     if bandwidth and peak:
         xs, ys = [*xs, peak / bandwidth * 3], [*ys, peak * 1.4]
-    x, y = _decades(xs), _decades(ys)
-    shapes = [element("line", x1=percent(x(t)), x2=percent(x(t)), y1="0%", y2="100%", class_="grid") for t in _powers(x)]
-    shapes += [element("line", x1="0%", x2="100%", y1=percent(1 - y(t)), y2=percent(1 - y(t)), class_="grid") for t in _powers(y)]
+    x, y = decades(xs), decades(ys)
+    shapes = [element("line", x1=percent(x(t)), x2=percent(x(t)), y1="0%", y2="100%", class_="grid") for t in powers(x)]
+    shapes += [element("line", x1="0%", x2="100%", y1=percent(1 - y(t)), y2=percent(1 - y(t)), class_="grid") for t in powers(y)]
     if bandwidth and peak:
         shapes.append(stretched([element("path", d=_roof(x, y, bandwidth, peak), class_="roof")]))
     shapes += [_dot(o, x(i), 1 - y(s)) for o, (i, s) in reversed(list(zip(dots, at, strict=True)))]
     shapes += [element("text", str(n + 1), x=percent(x(i)), y=percent(1 - y(s)), dx=_radius(o) + 3, dy="0.32em", class_="label soft")
                for n, (o, (i, s)) in enumerate(list(zip(dots, at, strict=True))[:6])]
     label = f"Roofline: {len(dots)} operations by FLOPs a byte and FLOPs a second"
-    names = [_flops(t) for t in _powers(y)]
+    names = [_flops(t) for t in powers(y)]
     texts = [element("text", name, x="100%", y=percent(1 - y(t)), dy="0.32em", text_anchor="end", class_="label soft")
-             for name, t in zip(names, _powers(y), strict=True)]
+             for name, t in zip(names, powers(y), strict=True)]
     left = element("svg", *texts, aria_hidden="true", class_="picture levels", width=12 + round(7.5 * max(map(len, names), default=1)), height=PLOT_HEIGHT)
-    return left, picture(label, PLOT_HEIGHT, shapes, "picture plot"), _axis(x, [(t, f"{t:g}") for t in _powers(x)]), dots
+    return left, picture(label, PLOT_HEIGHT, shapes, "picture plot"), axis_below(x, [(t, f"{t:g}") for t in powers(x)]), dots
 
 
 def _dot(operation: Operation, x: float, y: float) -> Markup:
@@ -116,17 +116,6 @@ def _speed(operation: Operation) -> float | None:
     return flops / ms * 1000 if flops and ms and ms > 0 and flops > 0 else None
 
 
-def _decades(values: Sequence[float]) -> Scale:
-    # A little beyond the outermost dot, so that none is cut at the edge.
-    low, high = 10 ** math.floor(math.log10(min(values) / 1.6)), 10 ** math.ceil(math.log10(max(values) * 1.6))
-    return Scale(low, high if high > low else 10 * low, logarithmic=True)
-
-
-def _powers(scale: Scale) -> list[float]:
-    first, last = round(math.log10(scale.low)), round(math.log10(scale.high))
-    return [10.0**power for power in range(first, last + 1, max(1, (last - first) // 5))]
-
-
 def _roof(x: Scale, y: Scale, bandwidth: float, peak: float) -> str:
     corners = [max(x.low, y.low / bandwidth), peak / bandwidth, x.high]
     points = [(i, min(peak, bandwidth * i)) for i in sorted(c for c in corners if x.low <= c <= x.high)]
@@ -138,13 +127,6 @@ def _flops(value: float) -> str:
         if value >= 10**power:
             return f"{value / 10**power:.3g} {name}"
     return f"{value:.3g} FLOP/s"
-
-
-def _axis(x: Scale, ticks: Sequence[tuple[float, str]]) -> Markup:
-    shapes = [element("line", x1=percent(x(t)), x2=percent(x(t)), y1=0, y2=5, class_="axis") for t, _ in ticks]
-    shapes += [element("text", name, x=percent(x(t)), y=18, text_anchor="start" if x(t) < 0.04 else "end" if x(t) > 0.96 else "middle", class_="label soft")
-               for t, name in ticks]
-    return element("svg", *shapes, aria_hidden="true", class_="picture row", width="100%", height=24)
 
 
 def kind_class(kind: str) -> str:
@@ -167,12 +149,12 @@ def memory_areas(memory: MemorySeen) -> tuple[Markup, Markup, Markup, list[str]]
         areas.append(element("path", title(f"{kind}: at most {size(max(at.kinds.get(kind, 0) for at in line))}"), d="M" + " L".join([*there, *back]) + " Z",
                              class_=f"area {kind_class(kind)}"))
         below = above
-    left, grid = _byte_levels(y, PLOT_HEIGHT)
+    left, grid = byte_levels(y, PLOT_HEIGHT)
     plot = picture(f"Memory over a step: at most {size(max(totals))}", PLOT_HEIGHT, [stretched(areas), *grid], "picture plot")
-    return left, plot, _axis(x, [(t, f"{figure(t)} ms") for t in round_ticks(x.low, x.high, 4)]), kinds
+    return left, plot, axis_below(x, [(t, f"{figure(t)} ms") for t in round_ticks(x.low, x.high, 4)]), kinds
 
 
-def _byte_levels(y: Scale, height: int) -> tuple[Markup, list[Markup]]:
+def byte_levels(y: Scale, height: int) -> tuple[Markup, list[Markup]]:
     unit = next((power for power in (3, 2, 1) if y.high >= 1024**power), 0)
     levels = [tick * 1024**unit for tick in round_ticks(y.low / 1024**unit, y.high / 1024**unit, height // 75) if 0.03 < y(tick * 1024**unit) < 0.97]
     names = [size(level) for level in levels]
@@ -204,7 +186,7 @@ def growth_line(leak: Leak) -> tuple[Markup, Markup] | None:
     low, high = min(series), max(series)
     margin = (high - low) * 0.1 or abs(high) * 0.05 or 1.0
     x, y = Scale(0, len(series) - 1), Scale(low - margin, high + margin)
-    left, grid = _byte_levels(y, PLOT_HEIGHT // 2)
+    left, grid = byte_levels(y, PLOT_HEIGHT // 2)
     path = "M" + " L".join(_point(x(i), y(value)) for i, value in enumerate(series))
     drawn = stretched([element("path", d=path, class_="curve " + ("leaking" if leak.leaking else "steady"))])
     label = f"Memory at the same point of {len(series)} steps, from {size(series[0])} to {size(series[-1])}"

@@ -15,6 +15,7 @@ from flatout.plan.records import PHASES, Contest, GuardCheck, LeverRecord, Sessi
 from flatout.plan.words import Status
 from flatout.render import machine, pictures, story, wording
 from flatout.render.curves import loss_curves, remarks
+from flatout.render.frontier import frontier_plot
 from flatout.render.page import environment
 from flatout.render.svg import Scale, ratio_scale
 
@@ -54,6 +55,9 @@ def _context(session: SessionRecord) -> dict[str, Any]:
         "phases": _phase_rows(baseline, best),
         "unit": wording.one_line(session.baseline.unit or "step", 40),
         "forest": _forest(session, ordered),
+        "frontier": frontier_plot(session),
+        "points": story.frontier_rows(session),
+        "limit": wording.size(session.memory_limit_bytes) if session.memory_limit_bytes else "",
         "levers": [_lever_row(lever) for lever in ordered[:MAX_ROWS]],
         "more_levers": max(0, len(ordered) - MAX_ROWS),
         "predictions": story.predicted_and_measured(session)[:MAX_ROWS],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from flatout.plan.records import NOT_SLOWER, PHASES, GuardRecord, LeverRecord, Ratio, SessionRecord, Side
+from flatout.plan.records import NOT_SLOWER, PHASES, GuardRecord, LeverRecord, Point, Ratio, SessionRecord, Side
 from flatout.plan.words import Status
 from flatout.render.wording import (
     NOTHING,
@@ -34,6 +34,7 @@ from flatout.render.wording import (
 class Outcome(StrEnum):
     FASTER = "faster"
     CHANGED = "changed"  # faster, but the guard refused the results
+    FITS = "fits"  # into the memory that was allowed, where the plain program does not
     UNCHANGED = "unchanged"
     RUNNING = "running"
     FAILED = "failed"
@@ -58,9 +59,42 @@ GUARD_WORDS = {
 def outcome(session: SessionRecord) -> Outcome:
     if session.status in ("failed", "running"):
         return Outcome(session.status)
+    if session.speedup is not None and _too_large(session):
+        return Outcome.FITS
     if not _gain(session):
         return Outcome.UNCHANGED
     return Outcome.CHANGED if session.guard.verdict == "failed" else Outcome.FASTER
+
+
+def _too_large(session: SessionRecord) -> bool:
+    """Whether the plain program takes more memory than was allowed."""
+    return bool(session.memory_limit_bytes and session.frontier and session.frontier[0].peak_bytes and not session.frontier[0].fits)
+
+
+def frontier(session: SessionRecord) -> list[Point]:
+    """The measured points of time and memory, the smallest last."""
+    return sorted((point for point in session.frontier if drawable(point.peak_bytes)), key=lambda point: -(point.peak_bytes or 0))
+
+
+def relative_time(point: Point) -> tuple[float, float | None, float | None]:
+    """The time of a step beside the first point's, and the ends of its interval."""
+    ratio = point.ratio
+    median, ends = (drawable(ratio.median), (drawable(ratio.high), drawable(ratio.low))) if ratio is not None else (None, (None, None))
+    if not median:
+        return 1.0, None, None
+    low, high = (1 / end if end else None for end in ends)
+    return 1 / median, low, high
+
+
+def frontier_rows(session: SessionRecord) -> list[tuple[str, str, str, str]]:
+    """Plan, peak memory, time of a step beside the first point's, and what became of it."""
+    rows = []
+    for point in frontier(session):
+        time, low, high = relative_time(point)
+        inside = f" ({interval(low, high)})" if low is not None and high is not None else ""
+        became = "taken" if point.chosen else "fits" if point.fits else "does not fit"
+        rows.append((one_line(point.plan, 120), size(point.peak_bytes), times(time) + inside, became))
+    return rows
 
 
 def _gain(session: SessionRecord) -> float | None:
@@ -82,6 +116,9 @@ def headline(session: SessionRecord) -> str:
             return "The tuning failed"
         case Outcome.RUNNING:
             return f"Still tuning: so far {fast}" if gain else "Still tuning: nothing to report yet"
+        case Outcome.FITS:
+            speed = times(session.speedup.median)[:-1] if session.speedup else NOTHING
+            return f"Fits into {size(session.memory_limit_bytes)}, at {speed} times the speed, {RESULTS.get(session.guard.verdict, RESULTS['not checked'])}"
         case Outcome.FASTER | Outcome.CHANGED:
             return fast[0].upper() + fast[1:]
         case _:
@@ -247,7 +284,7 @@ def next_step(session: SessionRecord) -> Next:
     if not command:
         return Next("", "")
     match outcome(session):
-        case Outcome.FASTER:
+        case Outcome.FASTER | Outcome.FITS:
             return Next("Run the real job under this Plan:", f"flatout run {command}")
         case Outcome.RUNNING:
             return Next("Go on from where it is; what was measured is not measured again:", f"flatout tune {command}")

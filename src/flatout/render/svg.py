@@ -99,3 +99,30 @@ def round_ticks(low: float, high: float, about: int = 4) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     ticks = [(first + i) * step for i in range(3 * about)]
     return [0.0 if abs(tick) < step / 1e6 else tick for tick in ticks if tick <= high + step * 1e-9] or [low]
+
+
+def decades(values: Sequence[float]) -> Scale:
+    """Logarithmic, over whole powers of ten."""
+    # A little beyond the outermost dot, so that none is cut at the edge.
+    low, high = 10 ** math.floor(math.log10(min(values) / 1.6)), 10 ** math.ceil(math.log10(max(values) * 1.6))
+    return Scale(low, high if high > low else 10 * low, logarithmic=True)
+
+
+def powers(scale: Scale) -> list[float]:
+    first, last = round(math.log10(scale.low)), round(math.log10(scale.high))
+    return [10.0**power for power in range(first, last + 1, max(1, (last - first) // 5))]
+
+
+def axis_beside(y: Scale, ticks: Sequence[tuple[float, str]], height: int) -> Markup:
+    """A scale left of a plot: the name of each tick."""
+    texts = [element("text", name, x="100%", y=percent(1 - y(t)), dy="0.32em", text_anchor="end", class_="label soft") for t, name in ticks]
+    return element("svg", *texts, aria_hidden="true", class_="picture levels", width=12 + round(7.5 * max((len(name) for _, name in ticks), default=1)),
+                   height=height)
+
+
+def axis_below(x: Scale, ticks: Sequence[tuple[float, str]]) -> Markup:
+    """A scale under a plot: each tick with its name."""
+    shapes = [element("line", x1=percent(x(t)), x2=percent(x(t)), y1=0, y2=5, class_="axis") for t, _ in ticks]
+    shapes += [element("text", name, x=percent(x(t)), y=18, text_anchor="start" if x(t) < 0.04 else "end" if x(t) > 0.96 else "middle", class_="label soft")
+               for t, name in ticks]
+    return element("svg", *shapes, aria_hidden="true", class_="picture row", width="100%", height=24)

@@ -19,11 +19,11 @@ from flatout.plan.plan import Plan
 from flatout.plan.records import LeverRecord, SessionRecord
 from flatout.plan.words import Status
 from flatout.render import story
-from flatout.render.wording import NOTHING, drawable, interval, legible, lever, one_line, setting, times
+from flatout.render.wording import NOTHING, drawable, interval, legible, lever, one_line, setting, size, times
 
 STYLES = {"applied": "bold green", "rejected": "bold red", "skipped": "bold"}
 ORIGINS = {"default": "flatout's own default", "user": "asked for by you", "tuner": "found by the tuner", "file": "written in the file"}
-OUTCOMES = {story.Outcome.FASTER: "bold green", story.Outcome.FAILED: "bold red", story.Outcome.CHANGED: "bold red"}
+OUTCOMES = {story.Outcome.FASTER: "bold green", story.Outcome.FITS: "bold green", story.Outcome.FAILED: "bold red", story.Outcome.CHANGED: "bold red"}
 
 
 def session_tables(session: SessionRecord) -> RenderableType:
@@ -36,6 +36,7 @@ def session_tables(session: SessionRecord) -> RenderableType:
     if details:
         lines += ["", Padding(Text(details, style="dim", overflow="fold"), (0, 0, 0, 2))]
     lines += section(_before_after(session))
+    lines += section(_frontier(session))
     lines += section(_levers(session))
     lines += section(_predictions(session))
     closing = [("guard", story.guard_sentence(session.guard)), ("pays back", story.payback_sentence(session)), ("tried", story.effort(session))]
@@ -109,6 +110,15 @@ def _levers(session: SessionRecord) -> RenderableType | None:
             table.columns[1].no_wrap, table.columns[1].min_width = True, 17
         groups += [*([""] if groups else []), Text(status, style=STYLES.get(status, "bold")), table]
     return Group(*groups) if groups else None
+
+
+def _frontier(session: SessionRecord) -> Table | None:
+    """Time against memory, where memory was limited."""
+    limit = f", of {size(session.memory_limit_bytes)}" if session.memory_limit_bytes else ""
+    grid = table_of("plan", f"peak of tensors{limit}", "time of a step", "")
+    for row in story.frontier_rows(session):
+        grid.add_row(*map(text, row))
+    return grid if grid.rows else None
 
 
 def _predictions(session: SessionRecord) -> Table | None:

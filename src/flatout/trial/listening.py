@@ -37,6 +37,10 @@ class Surroundings:
         return [kinds.CPU, *([kinds.CUDA] if self.scene.device_type == "cuda" else [])]
 
 
+class CannotHear(Exception):
+    """Why an ear has nothing to tell of this program: a sentence for a person, without its stop."""
+
+
 class Ear(Listener):
     """``begin`` and ``end`` are called between two ticks, ``tick`` after each one. ``end`` must undo everything, whatever happened."""
 
@@ -52,6 +56,10 @@ class Ear(Listener):
     def end(self) -> dict[str, Any]:
         self.ledger.restore()
         return {}
+
+    def last_words(self) -> dict[str, Any] | None:
+        """What was heard until the program failed, where that is worth telling. Nothing needs to be undone."""
+        return None
 
     def end_quietly(self) -> None:
         """After a failure: undo what can be undone."""
@@ -98,8 +106,17 @@ class Listening:
             return {"why_not": self._deaf or _named(error)}
         return {"why_not": self._deaf} if self._deaf else heard
 
+    def last_words(self) -> dict[str, Any] | None:
+        """The program has failed: nothing is undone any more."""
+        try:
+            return self.ear.last_words() if self.ear is not None and not self._deaf else None
+        except Exception:
+            return None  # the failure that counts is the program's
+
 
 def _named(error: Exception) -> str:
+    if isinstance(error, CannotHear):
+        return str(error)
     first = str(error).strip().splitlines()
     return f"{type(error).__name__}: {first[0] if first else 'no message'}"
 
@@ -172,6 +189,11 @@ class OperationsEar(Ear):
 def ear_for(name: str, around: Surroundings, wishes: dict[str, Any]) -> Ear:
     """Raises LookupError for a name that nobody has."""
     from flatout.trial.between import BetweenEar
+    from flatout.trial.noise import NoiseEar
+    from flatout.trial.peaks import PeakEar
+    from flatout.trial.ranging import LrRangeEar
     from flatout.trial.remembering import LeakEar, MemoryEar
 
-    return {"crossings": CrossingsEar, "between": BetweenEar, "operations": OperationsEar, "memory": MemoryEar, "leak": LeakEar}[name](around, wishes)
+    ears = {"crossings": CrossingsEar, "between": BetweenEar, "operations": OperationsEar, "memory": MemoryEar, "leak": LeakEar, "lr range": LrRangeEar,
+            "noise": NoiseEar, "peak": PeakEar}
+    return ears[name](around, wishes)

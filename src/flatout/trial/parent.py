@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import TrialRecord
 from flatout.plan.words import Moment
 from flatout.trial.channel import Channel, Hangup
-from flatout.trial.spec import TABLE, TrialSpec, levers
+from flatout.trial.spec import ENTRY, TABLE, TrialSpec, levers
 
 POLL_S = 0.2
 
@@ -39,9 +39,10 @@ class Trial:
     """One run of the program. Use as a context manager: whatever happens, the process group is ended."""
 
     def __init__(self, command: Command, folder: TrialFolder, plan: Plan, facts: Facts, seed: int | None = 0, show: bool = False,
-                 reseed: bool = False, table: str = TABLE, shake: float = 0.0, watch: bool = False) -> None:
+                 reseed: bool = False, table: str = TABLE, shake: float = 0.0, watch: bool = False, entry: str = ENTRY,
+                 wishes: Mapping[str, Any] | None = None) -> None:
         self.command, self.folder, self.plan, self.facts, self.seed, self.show, self.reseed = command, folder, plan, facts, seed, show, reseed
-        self.table, self.shake, self.watch = table, shake, watch
+        self.table, self.shake, self.watch, self.entry, self.wishes = table, shake, watch, entry, dict(wishes or {})
         self.ready: dict[str, Any] = {}
         self.attached = False  # some process of the program has imported torch
         self.started_s = 0.0
@@ -66,7 +67,7 @@ class Trial:
             self._listener.listen(64)
             self._listener.settimeout(0)
             spec = TrialSpec(str(self.folder.path.resolve()), str(address), self.plan, self.facts, self.seed, self.reseed, table=self.table, shake=self.shake,
-                             watch=self.watch)
+                             watch=self.watch, entry=self.entry, wishes=self.wishes)
             write_json(self.folder.spec, spec.to_json())
         except OSError as error:
             raise StorageError(f"cannot prepare a trial in {self.folder.path}: {error.strerror}") from None
@@ -112,7 +113,10 @@ class Trial:
         return self.ask({"do": "switch", "choices": [c.to_json() for c in choices]}, deadline_s)
 
     def listen(self, ear: str, deadline_s: float, **wishes: Any) -> dict[str, Any]:
-        """Some ticks under an ear of ``trial.listening``: what it heard, its ticks' milliseconds as ``ms``, or ``why_not``."""
+        """Some ticks under an ear of ``trial.listening``: what it heard, its ticks' milliseconds as ``ms``, or ``why_not``.
+
+        Some ears tell what they have heard when the program fails: then ``failed`` says of what.
+        """
         answer = self.ask({"do": "listen", "ear": ear, **wishes}, deadline_s)
         self.hold()
         self.ticks_done += len(answer.get("ms", ()))

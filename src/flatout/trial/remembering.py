@@ -63,12 +63,18 @@ class Recorded(Ear):
                 "optimizer state": [v for o in self.scene.optimizers for state in o.state.values() for v in tensors_in(state, self.torch)]}
 
     def in_use(self) -> int:
-        """Bytes of all tensors that Python knows; on a device the allocator tells."""
+        """Bytes of all tensors that Python knows, also where a frozen collector hides them; on a device the allocator tells."""
         if self.scene.device_type == "cuda":
             return int(self.torch.cuda.memory_allocated())
         tensor_class = self.torch.Tensor
         storages = {}
-        for thing in gc.get_objects():
+        frozen = gc.get_freeze_count()  # what was frozen (lever gc_pause) is in no list
+        if frozen:
+            gc.unfreeze()
+        objects = gc.get_objects()
+        if frozen:
+            gc.freeze()
+        for thing in objects:
             if issubclass(type(thing), tensor_class) and thing.device.type == self.scene.device_type and thing.layout == self.torch.strided:
                 storage = thing.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()

@@ -32,6 +32,7 @@ class TrialSpec:
     shelter: bool = True
     watch: bool = False  # loaders, garbage collection and habits are watched beside the steps, for a profile
     table: str = TABLE  # "module:NAME" of the levers that a Plan's names stand for
+    wishes: dict[str, Any] = field(default_factory=dict)  # for an entry other than the ordinary one
 
     def to_json(self) -> dict[str, Any]:
         return {**{k: v for k, v in asdict(self).items() if k not in ("plan", "facts")},
@@ -39,7 +40,7 @@ class TrialSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrialSpec:
-        names = ("folder", "address", "seed", "reseed", "entry", "shake", "shelter", "watch", "table")
+        names = ("folder", "address", "seed", "reseed", "entry", "shake", "shelter", "watch", "table", "wishes")
         return cls(**{n: data[n] for n in names}, plan=Plan.from_json(data["plan"]), facts=Facts.from_json(data["facts"]))
 
 

@@ -124,7 +124,7 @@ class Worker(Listener):
             self._shift_seeds(self.spec.seed)
         if self.spec.shelter:
             self.shelter.install(self.torch)
-        _die_with_parent()
+        die_with_parent()
         try:
             self.channel = Channel.connect(self.spec.address)
             self.channel.send({"attached": os.getpid(), "rank": os.environ.get("RANK", "0")})
@@ -428,7 +428,11 @@ class Worker(Listener):
         # A launcher fails because its ranks were stopped: the record of the one that was measured stays.
         if os.getpid() == self.owner and (self.claimed or (self.claimed is None and not self.folder.claim.exists())):
             text = "".join(traceback.format_exception(kind, error, trace))
+            heard = self.listening.last_words()
             self._last_words("failed", text[-8000:])
+            if heard is not None:
+                ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
+                self._answer({**heard, "ms": ms, "failed": traceback.format_exception_only(kind, error)[-1].strip()[:400]})
         self._excepthook(kind, error, trace)
 
     def _at_exit(self) -> None:
@@ -446,10 +450,10 @@ class Worker(Listener):
             self.written = True  # a forked child has nothing to record
         elif self.channel is not None:
             self.owner = os.getpid()
-        _die_with_parent()
+        die_with_parent()
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ranks and loader workers must not outlive a trial that is killed while it is stopped (prctl(2), PR_SET_PDEATHSIG)."""
     try:
         import ctypes

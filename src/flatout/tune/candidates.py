@@ -20,6 +20,7 @@ UNDECIDED = 1.25  # high over low of a live contest that could not tell
 
 LIVE, PROCESSES = "live", "processes"  # how a ratio was measured
 NO_TIME = "there was no time left to measure it"
+FOR_MEMORY = "it gives time for memory, which was not limited (--memory-limit 8GB)"
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Candidate:
     reason: str = ""
     status: Status = Status.SKIPPED
     won: bool = False
+    for_memory: bool = False  # measured by what it saves, not raced
 
     @property
     def choice(self) -> Choice:
@@ -45,7 +47,7 @@ class Candidate:
     @property
     def open(self) -> bool:
         """Still to be measured."""
-        return bool(self.values) and self.ratio is None and self.status is Status.SKIPPED
+        return bool(self.values) and self.ratio is None and self.status is Status.SKIPPED and not self.for_memory
 
     @property
     def median(self) -> float:
@@ -77,8 +79,8 @@ class Candidate:
                            ratio.high if ratio else None, ratio.n if ratio else 0, self.reason, self.effect.value, self.how)
 
 
-def consider(options: dict[str, Any], effects: frozenset[Effect], only: frozenset[str] | None) -> dict[str, Candidate]:
-    """What every lever said of the program, narrowed by what the person asked for."""
+def consider(options: dict[str, Any], effects: frozenset[Effect], only: frozenset[str] | None, limited: bool = False) -> dict[str, Candidate]:
+    """What every lever said of the program, narrowed by what the person asked for. ``limited`` tells that memory is."""
     found = {}
     for lever in TABLE:
         answer = options[lever.name]
@@ -88,10 +90,14 @@ def consider(options: dict[str, Any], effects: frozenset[Effect], only: frozense
         effect = Effect(answer["effect"]) if answer["effect"] else lever.effect
         if only is not None and lever.name not in only:
             found[lever.name] = Candidate(lever, (), effect, reason="it was not among the levers asked for")
+        elif effect is Effect.CHANGES_MATH:
+            found[lever.name] = Candidate(lever, (), effect, reason="it changes what is learned, so it is only used by name in a plan, never by the tuner")
         elif effect not in effects:
             found[lever.name] = Candidate(lever, (), effect, reason=f"its effect here is {effect}, which was not asked for")
+        elif lever.saves_memory and not limited and only is None:
+            found[lever.name] = Candidate(lever, (), effect, reason=FOR_MEMORY)
         else:
-            found[lever.name] = Candidate(lever, tuple(answer["values"]), effect, reason=NO_TIME)
+            found[lever.name] = Candidate(lever, tuple(answer["values"]), effect, reason=NO_TIME, for_memory=lever.saves_memory and limited)
     return found
 
 

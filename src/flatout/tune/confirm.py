@@ -79,7 +79,7 @@ def settle(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, Any
     """Confirm the combination; where it fails, what is exact of it; where that fails too, the plain program stays."""
     attempts = [(tuned, replica_answer)]
     exact = [c for c in tuned if c.effect is Effect.EXACT]
-    if exact and len(exact) < len(tuned):
+    if exact and len(exact) < len(tuned) and not tuning.must_fit:  # a part of what fits need not fit
         attempts.append((exact, None))
     for at, (attempt, answer) in enumerate(attempts):
         if not attempt or (at and tuning.allowed_s(overrun=True) < FEWEST_PAIRS * tuning.pair_s):
@@ -123,9 +123,9 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, A
         return _refuse(tuned, f"the guard: {session.guard.why}")
     if session.guard.verdict == "not checked":
         return _refuse(tuned, f"not kept unproven: {session.guard.why}")
-    if ratio.low < NOT_SLOWER or ratio.median <= 1 + min(tuning.floor, FLOOR_CAP):
+    if not tuning.must_fit and (ratio.low < NOT_SLOWER or ratio.median <= 1 + min(tuning.floor, FLOOR_CAP)):
         return _refuse(tuned, f"together {ratio.sentence()} in fresh processes: no gain that stands out from the noise")
-    if not _repaid(tuning):
+    if not tuning.must_fit and not _repaid(tuning):
         return _refuse([c for c in tuned if c.lever.warms_up], f"its warm-up is repaid after {session.payback_steps} steps, beyond the horizon")
     session.speedup = ratio
     for candidate in tuned:
@@ -255,5 +255,7 @@ def _stay_plain(tuning: Tuning, tuned: Sequence[Candidate]) -> None:
         candidate.status = Status.REJECTED
     session.best = Side(**{**session.baseline.__dict__, "plan": Plan((), session.key).to_json()})
     session.speedup = session.payback_steps = None
+    for point in session.frontier:
+        point.chosen = False
     if session.guard.verdict != "failed":
         session.guard = GuardRecord("same", "the plain program stays as it is")

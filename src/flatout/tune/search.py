@@ -5,6 +5,7 @@
     race       levers that need a process of their own, in turns with the plain one; among them a second plain program
                (A/A), which gives the noise floor and, with the first, the mean that the others are measured against
     combine    the winners together; then each is taken away again, and stays away if nothing is lost
+    fit        where memory is limited: levers that save it, each against what the others have left, by time and by peak
     guard      one step done again plainly, under the levers, and in float64
     confirm    at least three fresh pairs of processes, plain and tuned, each pair with a seed of its own; the same runs
                give the guard its loss curves
@@ -23,6 +24,7 @@ from flatout.tune.arena import ask_options
 from flatout.tune.candidates import consider, promising_first, without_long_starts
 from flatout.tune.combine import combine
 from flatout.tune.confirm import keep_first_record, replica, settle
+from flatout.tune.fit import fit
 from flatout.tune.live import live_race
 from flatout.tune.race import process_race
 from flatout.tune.tuning import Tuning
@@ -37,7 +39,7 @@ def search(tuning: Tuning) -> SessionRecord:
         _observe(tuning)
         live_race(tuning)
         process_race(tuning)
-        tuned = combine(tuning)
+        tuned = fit(tuning, combine(tuning))
         answer = replica(tuning, tuned)
         keep_first_record(tuning)
         settle(tuning, [c for c in tuned if c.won], answer)
@@ -60,7 +62,8 @@ def _observe(tuning: Tuning) -> None:
     tuning.copies = ready["copies"]
     tuning.session.scene = answer["scene"]
     arena.prefetched_ticks = PREFETCHED_BATCHES * max((loader["num_workers"] for loader in answer["scene"]["loaders"]), default=0)
-    tuning.candidates = promising_first(consider(answer["options"], tuning.goal.effects, tuning.goal.only), tuning.goal.first)
+    tuning.candidates = promising_first(consider(answer["options"], tuning.goal.effects, tuning.goal.only, tuning.goal.memory_limit_bytes is not None),
+                                        tuning.goal.first)
     without_long_starts(tuning.candidates, answer["scene"]["loaders"], ready, LONGEST_START * tuning.goal.budget_s)
     tuning.session.baseline = Side(step_ms=ready["tick_ms"], unit=ready["unit"], warmup_ms=ready["warmup_ms"])
     tuning.save()

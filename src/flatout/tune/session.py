@@ -58,11 +58,12 @@ def plan_files(command: Command) -> list[Path]:
     return sorted(there, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def open_session(job: JobFolder, command: Command, facts: Facts, budget_s: float, effects: list[str], again: bool) -> SessionRecord:
+def open_session(job: JobFolder, command: Command, facts: Facts, budget_s: float, effects: list[str], again: bool,
+                 memory_limit_bytes: int | None = None) -> SessionRecord:
     """The interrupted session of the same key, to go on with; else a new one."""
     key = key_of(command, facts)
     old = load_session(job)
-    if old is not None and not again and old.key == key and old.status == "running" and old.effects == effects:
+    if old is not None and not again and old.key == key and old.status == "running" and old.effects == effects and old.memory_limit_bytes == memory_limit_bytes:
         old.budget_s = max(old.budget_s, budget_s)
         # What is left of the old budget may be nothing; going on needs at least what the person has just given.
         old.spent_s = min(old.spent_s, 0.5 * old.budget_s)
@@ -70,7 +71,7 @@ def open_session(job: JobFolder, command: Command, facts: Facts, budget_s: float
     machine = {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "system": facts.system,
                "gpus": [{"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)} for g in facts.gpus]}
     return SessionRecord(list(command.typed), os.getcwd(), key, flatout=__version__, created=today(), budget_s=budget_s, effects=effects,
-                         machine=machine, versions={"python": facts.python, "flatout": __version__, **facts.versions})
+                         memory_limit_bytes=memory_limit_bytes, machine=machine, versions={"python": facts.python, "flatout": __version__, **facts.versions})
 
 
 def load_session(job: JobFolder) -> SessionRecord | None:
@@ -109,9 +110,30 @@ def write_plan(job: JobFolder, session: SessionRecord, command: Command, beside:
 
 def verdict(session: SessionRecord) -> str:
     """The session in one sentence."""
+    limited = _of_the_limit(session)
+    if limited:
+        return limited
     if session.speedup is not None:
         likely = "" if session.speedup.certain else "probably "
         return f"{likely}{session.speedup.sentence()} as fast, {SAME.get(session.guard.verdict, 'results not compared')}"
     failed = session.guard.verdict == "failed"
     why = f"the faster plan was refused: {session.guard.why}" if failed else "nothing was faster beyond the noise"
     return f"the plain program stays: {why}"
+
+
+def _of_the_limit(session: SessionRecord) -> str:
+    """The verdict where memory was limited and the plain program does not fit; empty elsewhere."""
+    limit, known = session.memory_limit_bytes, [point for point in session.frontier if point.peak_bytes is not None]
+    if limit is None or not known or known[0].fits:
+        return ""
+    within = f"{limit / 2**20:,.0f} MiB"
+    if session.speedup is not None:
+        chosen = next((point.plan for point in known if point.chosen), "the plan")
+        how = SAME.get(session.guard.verdict, "results not compared")
+        return f"within {within}, where the plain program does not fit, with {chosen}: {session.speedup.sentence()} as fast, {how}"
+    smallest = min(known, key=lambda point: point.peak_bytes or 0)
+    over = (smallest.peak_bytes or 0) - limit
+    if over <= 0:
+        return f"the plain program stays, and does not fit into {within}: {smallest.plan} would, but was not confirmed"
+    return (f"nothing that was measured fits into {within}: {smallest.plan} comes nearest and takes {over / 2**20:,.0f} MiB more. A smaller batch needs "
+            "less; flatout.Loop keeps its effective size by accumulation")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
+from flatout.plan.errors import FlatoutError, NothingMeasured, ProgramFailed
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Plan
@@ -25,6 +26,7 @@ CONFIRM_SHARE = 0.6  # of the budget at most is kept back for confirming
 LONGEST_LIVE_S = 12.0  # of one live contest
 COMPILE_S = 75.0  # what a first compilation is given
 OVERRUN = 0.15  # of the budget, to finish the third pair
+FIT_SHARE = 0.35  # of the budget, where memory is limited: for the frontier
 REPLICA_TICKS = 10  # what the guard's replica of a step costs: four steps, one of them in double precision
 
 
@@ -32,7 +34,8 @@ REPLICA_TICKS = 10  # what the guard's replica of a step costs: four steps, one 
 class Goal:
     """What was asked for. ``horizon_s`` is how long the real job will run: a warm-up must be repaid within it.
 
-    ``first`` are the levers to begin with, the most promising first: what a profile of the program has found.
+    ``first`` are the levers to begin with, the most promising first: what a profile of the program has found. ``memory_limit_bytes`` is what the
+    tensors of a step may take; the fastest plan that fits is wanted then.
     """
 
     budget_s: float
@@ -40,6 +43,7 @@ class Goal:
     only: frozenset[str] | None = None
     horizon_s: float = 3600.0
     first: tuple[str, ...] = ()
+    memory_limit_bytes: int | None = None
 
 
 @dataclass
@@ -63,6 +67,7 @@ class Tuning:
         self.observed: Trial | None = None
         self.first_plain: TrialRecord | None = None
         self.shaken: list[TrialRecord] = []
+        self.must_fit = False  # the plain program does not fit into the limit: a plan that does is taken even where it is slower
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -92,8 +97,13 @@ class Tuning:
         return REPLICA_TICKS * self.arena.tick_ms / 1000
 
     @property
-    def explore_until_s(self) -> float:
+    def fit_until_s(self) -> float:
+        """When everything but confirming must be done."""
         return self.end_s - min(PAIRS * self.pair_s + self.replica_s, CONFIRM_SHARE * self.goal.budget_s)
+
+    @property
+    def explore_until_s(self) -> float:
+        return self.fit_until_s - (FIT_SHARE * self.goal.budget_s if self.goal.memory_limit_bytes is not None else 0.0)
 
     def allowed_s(self, overrun: bool = False) -> float:
         """What is left of the budget; with ``overrun`` a little more, so that what was begun can be finished."""
@@ -132,3 +142,13 @@ def why_gone(error: ProgramGone | LeverFailed) -> str:
     text = error.record.reason if isinstance(error, ProgramGone) else error.reason
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     return lines[-1][:240] if lines else "it ended without a word"
+
+
+def why_not(record: TrialRecord, what: str, shorter: str) -> FlatoutError:
+    """The error for a program that was gone before ``what``; ``shorter`` is what a person may do beside letting it train longer."""
+    if record.status == "failed":
+        said = record.log_tail.strip() or record.reason
+        return ProgramFailed(f"the program fails by itself (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1)
+    if record.status == "ended":
+        return NothingMeasured(f"{what}: the program ended first. Let it train longer, or {shorter}.")
+    return NothingMeasured(f"{what}: {record.reason.strip().splitlines()[-1] if record.reason.strip() else record.status}.")

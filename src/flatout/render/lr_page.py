@@ -1,0 +1,169 @@
+"""Learning-rate range tests as one page, as a table and in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from markupsafe import Markup
+from rich.table import Table
+
+from flatout.plan.lr_range import OWN, LrRange, LrRecord, LrTraining
+from flatout.render import wording
+from flatout.render.page import environment
+from flatout.render.pictures import PLOT_HEIGHT
+from flatout.render.svg import UNITS, Scale, axis_below, axis_beside, decades, element, percent, picture, powers, round_ticks, stretched, title
+
+ROOM = 0.08  # above and below the curve, of its height
+MARKS = (("suggestion", "suggested"), ("lowest", "lowest loss"), ("diverged", "leaves for good"))
+LAST = 10  # one part in so many of a training is its end
+COLOURS = 7
+
+Plot = tuple[Markup, Markup, Markup]  # the scale of losses, the plot, the scale below
+
+
+def headline(record: LrRecord) -> str:
+    rates = [test.suggestion for test in record.tests if test.suggestion is not None]
+    if not rates:
+        return "No learning rate to suggest"
+    if len(record.tests) == 1:
+        return f"A learning rate of {rates[0]:.2g}"
+    ends = [(end, training.name) for training in record.trainings if (end := at_the_end(training)) is not None]
+    if not ends:
+        return "A learning rate for each optimizer"
+    best = min(ends)[1]
+    return f"After the same computing, {'the own optimizer' if best == OWN else wording.one_line(best, 60)} has the lowest loss"
+
+
+def because(record: LrRecord) -> str:
+    if len(record.tests) == 1:
+        return wording.sentence(record.tests[0].why or record.message)
+    return wording.sentence("One program and one seed each: what lies near each other is not told apart" if record.trainings else record.message)
+
+
+def at_the_end(training: LrTraining) -> float | None:
+    """Mean loss over the last steps; None where it was not finite there."""
+    last = [point.loss for point in training.points[-max(1, len(training.points) // LAST):]]
+    finite = [value for loss in last if (value := wording.drawable(loss)) is not None]
+    return sum(finite) / len(finite) if finite and len(finite) == len(last) else None
+
+
+def lr_html(record: LrRecord) -> str:
+    several = len(record.tests) > 1
+    tests = [(wording.one_line(test.name, 60) if several else "", wording.sentence(test.why) if several else "", lr_plot(test), rows(test))
+             for test in record.tests]
+    return environment("report.css", "profile.css").get_template("lr.html.j2").render(
+        headline=headline(record), because=because(record), command=wording.shell(record.command), tests=tests,
+        trainings=training_plot(record.trainings), training_rows=training_rows(record), compute_s=record.compute_s,
+        notes=[wording.sentence(note) for note in record.notes[:20]], dateline=[part for part in (wording.day(record.created), record.device) if part],
+        version=wording.one_line(record.flatout, 40))
+
+
+def rows(test: LrRange) -> list[tuple[str, str]]:
+    """What a person may want to read beside the picture."""
+    found = [("suggested", f"{test.suggestion:.3g}")] if test.suggestion is not None else []
+    found += [("the script's own", ", ".join(f"{lr:.3g}" for lr in test.groups[:6]))] if test.groups else []
+    places = (("falls fastest at", test.steepest), ("lowest at", test.lowest), ("leaves for good at", test.diverged))
+    found += [(name, f"{value:.3g}") for name, value in places if value is not None]
+    if test.points:
+        first, last = test.points[0].lr, test.points[-1].lr
+        found.append(("range", f"{first:.2g} to {last:.2g} in {len(test.points)} steps, after {test.warmup_steps} plain ones"))
+    return [*found, ("optimizer", wording.one_line(test.optimizer, 60))] if test.optimizer else found
+
+
+def training_rows(record: LrRecord) -> list[tuple[str, str, str, str, str]]:
+    """Name, learning rate, a step, steps, loss at the end."""
+    found = []
+    for each in record.trainings:
+        end = at_the_end(each)
+        said = f"{end:.4g}" if end is not None else wording.one_line(each.why, 160) or "not finite"
+        step = wording.milliseconds(each.step_ms) if each.step_ms else ""
+        found.append((wording.one_line(each.name, 60), f"{each.lr:.2g}" if each.lr is not None else "", step, str(len(each.points)), said))
+    return found
+
+
+def lr_table(record: LrRecord) -> Table:
+    """One test's figures, or one row for each test and each training."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for test in record.tests:
+        if len(record.tests) == 1:
+            for name, value in rows(test):
+                table.add_row(name, value)
+        else:
+            rate = f"{test.suggestion:.2g}: " if test.suggestion is not None else ""
+            table.add_row(wording.one_line(test.name, 60), f"{rate}{wording.sentence(test.why)}")
+    for name, lr, step, steps, end in training_rows(record):
+        table.add_row(f"  {name}", f"loss {end} after {steps} steps{f' of {step}' if step else ''}{f' at {lr}' if lr else ''}")
+    return table
+
+
+def lr_plot(test: LrRange) -> Plot | None:
+    """None without a curve. Dots are single batches, the line is smoothed."""
+    smooth = [(point.lr, value) for point in test.points if (value := wording.drawable(point.smooth)) is not None and point.lr > 0]
+    if len(smooth) < 3:
+        return None
+    before = [value for lr, value in smooth if test.diverged is None or lr <= test.diverged] or [value for _, value in smooth]
+    y = _with_room(before)
+    x = Scale(smooth[0][0], test.points[-1].lr, logarithmic=True)
+    ticks = [tick for tick in powers(decades([x.low, x.high])) if x.low <= tick <= x.high]
+    shapes = _grid(x, ticks, y)
+    shapes += [element("circle", title(f"lr {point.lr:.3g}: loss {value:.4g}"), cx=percent(x(point.lr)), cy=percent(1 - y(value)), r=2.2, class_="dot")
+               for point in test.points if (value := wording.drawable(point.loss)) is not None and y.low <= value <= y.high]
+    shapes.append(stretched([_curve(smooth, x, y, "steady")]))
+    shapes += _marks(test, x)
+    said = f"; suggested {test.suggestion:.2g}" if test.suggestion is not None else ""
+    label = f"Loss of {wording.one_line(test.name, 60)} while the learning rate grows from {x.low:.2g} to {x.high:.2g}{said}"
+    return _levels(y), picture(label, PLOT_HEIGHT, shapes, "picture plot"), axis_below(x, [(t, f"{t:g}") for t in ticks])
+
+
+def training_plot(trainings: Sequence[LrTraining]) -> tuple[Plot, list[str]] | None:
+    """The smoothed loss over seconds of computing, one line each, and their names in the order of the colours."""
+    curves = []
+    for each in trainings[:COLOURS]:
+        seconds = (each.step_ms or 0.0) / 1000
+        curve = [((at + 1) * seconds, value) for at, point in enumerate(each.points) if (value := wording.drawable(point.smooth)) is not None]
+        if seconds > 0 and len(curve) > 1:
+            curves.append((each.name, curve))
+    if not curves:
+        return None
+    # What diverges would press all others flat: the highest place is where the worst of the starts was.
+    ceiling = 1.5 * max(abs(curve[0][1]) for _, curve in curves) + min(curve[0][1] for _, curve in curves)
+    y = _with_room([value for _, curve in curves for _, value in curve if value <= ceiling] or [curve[0][1] for _, curve in curves])
+    x = Scale(0.0, max(curve[-1][0] for _, curve in curves))
+    ticks = round_ticks(x.low, x.high)
+    shapes = [*_grid(x, ticks, y), stretched([_curve(curve, x, y, f"series-{at}") for at, (_, curve) in enumerate(curves)])]
+    label = "Loss over seconds of computing: " + ", ".join(f"{wording.one_line(name, 40)} ends at {curve[-1][1]:.3g}" for name, curve in curves)
+    plot = _levels(y), picture(label, PLOT_HEIGHT, shapes, "picture plot"), axis_below(x, [(t, f"{t:g} s") for t in ticks])
+    return plot, [wording.one_line(name, 60) for name, _ in curves]
+
+
+def _with_room(values: Sequence[float]) -> Scale:
+    low, high = min(values), max(values)
+    room = ROOM * (high - low) or abs(high) * ROOM or 1.0
+    return Scale(low - room, high + room)
+
+
+def _grid(x: Scale, ticks: Sequence[float], y: Scale) -> list[Markup]:
+    upright = [element("line", x1=percent(x(t)), x2=percent(x(t)), y1="0%", y2="100%", class_="grid") for t in ticks]
+    level = [element("line", x1="0%", x2="100%", y1=percent(1 - y(t)), y2=percent(1 - y(t)), class_="grid") for t in round_ticks(y.low, y.high)]
+    return [*upright, *level]
+
+
+def _levels(y: Scale) -> Markup:
+    return axis_beside(y, [(t, f"{t:.3g}") for t in round_ticks(y.low, y.high)], PLOT_HEIGHT)
+
+
+def _curve(points: Sequence[tuple[float, float]], x: Scale, y: Scale, kind: str) -> Markup:
+    path = "M" + " L".join(f"{UNITS * x(at):.1f} {UNITS * (1 - y(value)):.1f}" for at, value in points)
+    return element("path", d=path, class_=f"curve {kind}")
+
+
+def _marks(test: LrRange, x: Scale) -> Iterator[Markup]:
+    """Upright lines, each named at another height so that no name lies on another."""
+    for at, (name, words) in enumerate(MARKS):
+        value = getattr(test, name)
+        if value is None or value <= 0:
+            continue
+        place = x(value)
+        yield element("line", x1=percent(place), x2=percent(place), y1="0%", y2="100%", class_="axis")
+        beside, anchor = (-5, "end") if place > 0.6 else (5, "start")
+        yield element("text", f"{words} {value:.2g}", x=percent(place), y=14 + 16 * at, dx=beside, text_anchor=anchor, class_="label")

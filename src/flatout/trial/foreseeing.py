@@ -1,0 +1,308 @@
+"""The trial's side inside a program whose memory is to be foreseen: from its first batch on, nothing is computed any more.
+
+The first batch is really fetched; then the program goes on as it is, with operators that run for shapes alone (capture/pretending.py), and is handed
+this batch again and again, in the size that was asked for. Two commands beside ``finish``:
+
+    {"do": "foresee", "batch": n}   two steps with batches of n samples (None: as they come); what they take is the answer
+
+The second step is the one that counts: in the first, the optimizer makes its state. When the program ends, all is put back that it would see:
+gradients and the state of its optimizers; parameters, buffers and the random state were never touched.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from functools import partial, wraps
+from typing import Any
+
+from flatout.capture.batches import resized, samples_in, tensors_of
+from flatout.capture.pretending import Pretending
+from flatout.measure.blocks import CUDA_ROUNDING_BYTES, TEMPORARY, Block, Blocks, Peak
+from flatout.measure.parity import tensors_in
+from flatout.trial.spec import TrialSpec
+from flatout.trial.worker import Worker
+
+ENTRY = "flatout.trial.foreseeing:attach"
+STEPS = 2  # the first one makes the optimizer's state
+MOST_BATCHES = 4096  # of one batch size; a step that takes more will not end
+HELD = "held by the program"
+
+
+def attach(job: dict[str, Any]) -> None:
+    """The entry that the bootstrap calls right after ``import torch``."""
+    import torch
+
+    Foreseer(TrialSpec.from_json(job), torch).attach()
+
+
+class Foreseer(Worker):
+    """``pretended`` is None until the first batch; ``asked`` are the samples of a batch that the program gets, None for as many as it made."""
+
+    def __init__(self, spec: TrialSpec, torch: Any) -> None:
+        super().__init__(spec, torch)
+        self.simulated = False  # sizes as torch's allocator for CUDA hands them out, though the program is on the CPU
+        self.blocks = Blocks()
+        self.pretended: Pretending | None = None
+        self.samples: int | None = None  # in a batch, as the program made it
+        self.loader: int | None = None  # the number of the one that the first batch came from
+        self.length: int | None = None  # samples of its data set
+        self.asked: int | None = None
+        self.steps_left = 0
+        self.batches_given = 0
+        self.step_began = 0  # its event
+        self.ordinary = 0  # what of the ledger was there before
+        self.first: Peak | None = None
+        self.open: list[str] = []  # the modules whose forward is open
+        self.outermost = 0  # the event at which the outermost of them was entered
+        self.names: dict[int, str] = {}
+        self.kind_of_real = HELD
+        self._repeated: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # iterator -> its first batch
+
+    def attach(self) -> None:
+        super().attach()
+        self._hear_fetching()
+
+    # -- batches --------------------------------------------------------------------------------------------------------
+
+    def _hear_fetching(self) -> None:
+        data = self.torch.utils.data
+        iterator_class, loader_class = data.dataloader._BaseDataLoaderIter, data.DataLoader
+        take, begin = iterator_class.__next__, loader_class.__iter__
+
+        @wraps(take)
+        def next_pretended(iterator: Any) -> Any:
+            training = self.torch.is_grad_enabled() and not self.scene.asleep
+            if self.pretended is None:
+                batch = take(iterator)
+                if training:
+                    self._enter(batch, iterator)
+                    return self._again(iterator)
+                return batch
+            if training and iterator in self._repeated:
+                return self._again(iterator)
+            with self.pretended.really():
+                batch = take(iterator)
+            if training:
+                self._repeated[iterator] = batch
+                return self._again(iterator)
+            return batch
+
+        @wraps(begin)
+        def iter_pretended(loader: Any) -> Any:
+            if self.pretended is None:
+                return begin(loader)
+            with self.pretended.really():
+                return begin(loader)
+
+        self.ledger.set(iterator_class, "__next__", next_pretended)
+        self.ledger.set(loader_class, "__iter__", iter_pretended)
+
+    def _again(self, iterator: Any) -> Any:
+        """The batch of this iterator, of the size that is asked for, without memory."""
+        self.batches_given += 1
+        if self.batches_given > MOST_BATCHES:
+            raise LookupError(f"a step of this program took more than {MOST_BATCHES} batches")
+        batch = self._repeated[iterator]
+        samples = samples_in(batch, self.samples) or 1
+        return resized(batch, samples, self.asked or samples, partial(self._input, samples=samples))
+
+    def _input(self, tensor: Any, dimension: int | None, samples: int) -> Any:
+        """A tensor of the batch without memory. Integers keep their values: lengths and classes, of which shapes may be made."""
+        assert self.pretended is not None
+        torch, wanted = self.torch, self.asked or samples
+        if tensor.layout != torch.strided:
+            return tensor
+        shape = [wanted if at == dimension else size for at, size in enumerate(tensor.shape)]
+        made = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        block = self.pretended.block_of(made)
+        if block is not None:
+            block.kind = "inputs"
+        with self.pretended.really():
+            value = tensor.detach()
+            if self.pretended.known.worth_keeping(value):
+                if dimension is not None and wanted != samples:
+                    value = value.index_select(dimension, torch.arange(wanted) % samples)
+                self.pretended.known.set(made, value.clone())
+        return made
+
+    # -- entering -------------------------------------------------------------------------------------------------------
+
+    def _enter(self, batch: Any = None, iterator: Any = None) -> None:
+        """From here on nothing is computed. What lives already is counted first."""
+        if iterator is not None:
+            loader = next((loader for loader in self.scene.live_loaders if loader.dataset is iterator._dataset), None)
+            self.samples = samples_in(batch, getattr(loader, "batch_size", None))
+            self.loader = self.scene.number_of_loader(loader)
+            self.length = self.scene.loaders[self.loader]["length"] if self.loader is not None else None
+            self._repeated[iterator] = batch
+        self._claim()
+        self.ordinary = self.ledger.mark()
+        self._save()
+        device_type = self.scene.device_type
+        self.simulated = bool(self.spec.wishes.get("cuda")) and device_type != "cuda"
+        if self.simulated or device_type == "cuda":
+            self.blocks = Blocks(CUDA_ROUNDING_BYTES)
+        self.pretended = Pretending(self.torch, self.ledger, self._born, self._gone, device_type, not self.simulated)
+        self._count_what_lives(batch)
+        self.kind_of_real = "inputs"  # what turns up later, the program has made of its data
+        modules = self.torch.nn.modules.module
+        self.ledger.call("forward pre-hook", modules.register_module_forward_pre_hook(self._module_begins).remove)
+        self.ledger.call("forward hook", modules.register_module_forward_hook(self._module_ends, always_call=True).remove)
+        self._leave_compilers_out()
+        if self.simulated:
+            self._as_on_cuda()
+        self.pretended.install()
+        self._answer({"ready": True, "unit": "step", "ticks": 0, "tick_ms": 0.0, "device": device_type, "samples": self.samples,
+                      "loader": self.loader, "length": self.length, "simulated": self.simulated, "why_not": self._why_not()})
+        self._obey()
+
+    def _why_not(self) -> str:
+        distributed = self.torch.distributed
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            return "it trains on several ranks, and what they say to one another cannot be had without computing it"
+        return ""
+
+    def _leave_compilers_out(self) -> None:
+        """A compiled function would be compiled for tensors without memory; it runs as it was written."""
+        compiler = self.torch.compiler
+        compiler.set_stance("force_eager")
+        self.ledger.call("compiler's stance", lambda: compiler.set_stance("default"))
+
+    def _as_on_cuda(self) -> None:
+        """On CUDA torch's optimizers take all tensors at once where nobody chose; that needs lists of temporary ones."""
+        from torch.optim import optimizer
+
+        known = optimizer._get_foreach_kernels_supported_devices()
+        self.ledger.set(optimizer, "_get_foreach_kernels_supported_devices", lambda: [*known, "cpu"])
+
+    def _save(self) -> None:
+        """What the program will be given back: gradients, and the state of its optimizers."""
+        gradients = [(p, p.grad) for p in self.scene.parameters]
+        states = [(optimizer, {p: dict(state) if isinstance(state, dict) else state for p, state in optimizer.state.items()})
+                  for optimizer in self.scene.optimizers]
+
+        def put_back() -> None:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for optimizer, state in states:
+                optimizer.state.clear()
+                optimizer.state.update(state)
+
+        self.ledger.call("gradients and optimizer state", put_back)
+
+    def _count_what_lives(self, batch: Any) -> None:
+        """Every tensor on the device, by what it is for. The data set of a program that runs on the CPU is no part of a simulated device."""
+        assert self.pretended is not None
+        torch, kinds = self.torch, {}
+        given = {id(tensor) for tensor in tensors_of(batch)}
+        things = gc.get_objects()
+        for module in things:
+            if issubclass(type(module), torch.nn.Module):
+                kinds.update({id(b): "buffers" for b in module._buffers.values() if b is not None})
+                kinds.update({id(p): "parameters" for p in module._parameters.values() if p is not None})
+        for parameter in [thing for thing in things if issubclass(type(thing), torch.nn.Parameter)] + self.scene.parameters:
+            kinds[id(parameter)] = "parameters"
+            if parameter.grad is not None:
+                kinds[id(parameter.grad)] = "gradients"
+        kinds.update({id(v): "optimizer state" for o in self.scene.optimizers for state in o.state.values() for v in tensors_in(state, torch)})
+        tensors = [thing for thing in things if issubclass(type(thing), torch.Tensor) and id(thing) not in given]
+        for tensor in sorted(tensors, key=lambda tensor: id(tensor) not in kinds):  # a storage is what its first tensor is for
+            self.kind_of_real = kinds.get(id(tensor), HELD)
+            if self.kind_of_real != HELD or not self.simulated:
+                self.pretended.count_real(tensor)
+
+    # -- blocks ---------------------------------------------------------------------------------------------------------
+
+    def _born(self, size_bytes: int, real: bool) -> Block:
+        return self.blocks.take(size_bytes, self.kind_of_real if real else TEMPORARY, self.open[-1] if self.open else "outside the model")
+
+    def _gone(self, block: Block) -> None:
+        self.blocks.give_back(block)
+
+    def _are(self, tensors: Any, kind: str) -> None:
+        assert self.pretended is not None
+        for tensor in tensors:
+            block = self.pretended.block_of(tensor) if tensor is not None else None
+            if block is not None:
+                block.kind = kind
+
+    def _module_begins(self, module: Any, args: Any) -> None:
+        if not self.open:
+            self.outermost = self.blocks.events
+        self.open.append(self.names.get(id(module)) or type(module).__name__)
+
+    def _module_ends(self, module: Any, args: Any, output: Any) -> None:
+        if self.open:
+            self.open.pop()
+        if not self.open:
+            self.blocks.outlived("activations", self.outermost)
+
+    # -- the program's events -------------------------------------------------------------------------------------------
+
+    def data_begin(self, loader: Any) -> None: ...
+    def data_end(self, loader: Any, batch: Any) -> None: ...
+    def forward_end(self, root: Any, output: Any) -> None: ...
+    def optimizer_begin(self, optimizer: Any) -> None: ...
+
+    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+        if self.pretended is None:
+            self._enter()
+        if id(root) not in self.names:
+            self.names.update({id(module): ".".join(filter(None, [type(root).__name__, name])) for name, module in root.named_modules()})
+
+    def backward_begin(self, losses: tuple) -> None:
+        if self.pretended is not None:  # else it is a model of bare tensors, and nothing was heard of it before its first step has ended
+            self.blocks.outlived("activations", self.step_began)
+
+    def backward_end(self) -> None:
+        if self.pretended is not None:
+            self._are([p.grad for p in self.scene.parameters], "gradients")
+            if self.scene.closure_steps:  # a step may be hundreds of these, and takes as much in each
+                self._step_done("backward")
+
+    def optimizer_end(self, optimizer: Any) -> None:
+        if self.pretended is not None:
+            self._are([v for state in optimizer.state.values() for v in tensors_in(state, self.torch)], "optimizer state")
+
+    def step_end(self) -> None:
+        if self.pretended is None:
+            self._enter()
+            return
+        if self.stopping:
+            os._exit(0)  # the stop was swallowed somewhere
+        if not self.scene.closure_steps:
+            self._step_done("step")
+
+    def _step_done(self, unit: str) -> None:
+        self.steps_left -= 1
+        if self.steps_left == STEPS - 1:
+            self.first = self.blocks.peak()
+        if self.steps_left > 0 and self.pretended is not None:
+            self.pretended.learn_workspaces()
+            self._begin_step()
+            return
+        found, first = self.blocks.peak(), self.first or self.blocks.peak()
+        self._answer({"batch": self.asked or self.samples, "unit": unit, "peak_bytes": found.peak_bytes, "first_peak_bytes": first.peak_bytes,
+                      "kinds": found.kinds, "by_module": found.by_module, "guessed": sorted(self.pretended.known.guessed) if self.pretended else []})
+        self._obey()
+
+    def _begin_step(self) -> None:
+        self.blocks.begin()
+        self.step_began = self.blocks.events
+        self.batches_given = 0
+
+    def _obey(self) -> None:
+        while True:
+            command = self._next_command()
+            if command["do"] == "foresee":
+                self.asked, self.steps_left = command.get("batch"), STEPS
+                self._begin_step()
+                return
+            if command["do"] == "finish":
+                self.ledger.restore(self.ordinary)
+                self.pretended, self.scene.asleep = None, True
+                self._finish(draws=False)
+            self._answer({"error": f"unknown command {command['do']!r}"})
+

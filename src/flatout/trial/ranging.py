@@ -1,0 +1,137 @@
+"""An ear that says which learning rate a step is made with, and by which optimizer, and hears the loss."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from flatout.trial.listening import CannotHear, Ear
+
+
+class LrRangeEar(Ear):
+    """In tick k the first parameter group has ``low * factor**k``; the others keep their proportion to it. ``low`` None: the script's own learning rate.
+
+    The learning rate is set as each optimizer begins its step, so a scheduler of the script's has no say meanwhile. The values that were there are
+    put back at the end. ``optimizer`` (a name, ``options``) steps in place of the script's.
+    """
+
+    def begin(self) -> None:
+        self.low, self.factor = self.wishes.get("low"), float(self.wishes.get("factor", 1.0))
+        self.groups = [group for optimizer in self.scene.optimizers for group in optimizer.param_groups if "lr" in group]
+        if not self.groups:
+            raise CannotHear("this program updates its parameters without an optimizer that has a learning rate")
+        self.before = [float(group["lr"]) for group in self.groups]
+        first = self.before[0] or 1.0
+        self.share = [lr / first if first else 1.0 for lr in self.before]
+        self.ledger.call("learning rates", self._put_back)
+        self.losses: list[list[Any]] = [[]]
+        self.rates: list[float] = []
+        name = self.wishes.get("optimizer")
+        made = [StandIn(self.torch, optimizer, name, self.wishes.get("options", {})) for optimizer in self.scene.optimizers] if name else []
+        self.stand_ins = {id(each.own): each for each in made}
+        self.failed: Exception | None = None
+
+    def backward_begin(self, losses: tuple) -> None:
+        self.losses[-1].extend(loss.detach().double().mean() for loss in losses)
+
+    def optimizer_begin(self, optimizer: Any) -> None:
+        if self.low is not None:
+            self._set(self._rate())
+        if stand_in := self.stand_ins.get(id(optimizer)):
+            self._try(stand_in.before)
+
+    def optimizer_end(self, optimizer: Any) -> None:
+        if stand_in := self.stand_ins.get(id(optimizer)):
+            self._try(stand_in.step)
+
+    def _try(self, part: Callable[[], None]) -> None:
+        """The program must not fail of a stand-in; the tick tells."""
+        try:
+            if self.failed is None:
+                part()
+        except Exception as error:
+            self.failed = error
+
+    def tick(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+        self.rates.append(self._rate())
+        self.losses.append([])
+
+    def _rate(self) -> float:
+        return float(self.groups[0]["lr"]) if self.low is None else float(self.low) * self.factor ** len(self.rates)
+
+    def _set(self, rate: float) -> None:
+        for group, share in zip(self.groups, self.share, strict=True):
+            _assign(group, rate * share)
+
+    def _put_back(self) -> None:
+        for group, lr in zip(self.groups, self.before, strict=True):
+            _assign(group, lr)
+
+    def end(self) -> dict[str, Any]:
+        super().end()
+        return self._heard()
+
+    def last_words(self) -> dict[str, Any]:
+        """A program that fails at a learning rate, as losses of probabilities do that have become NaN, has left for good there."""
+        self.rates.append(self._rate())
+        self.losses[len(self.rates) - 1] = []
+        return self._heard()
+
+    def _heard(self) -> dict[str, Any]:
+        losses = [sum(map(float, heard)) / len(heard) if heard else None for heard in self.losses[:len(self.rates)]]
+        named = next(iter(self.stand_ins.values())).optimizer if self.stand_ins else self.scene.optimizers[0]
+        return {"lr": self.rates, "losses": [loss if loss is not None and math.isfinite(loss) else None for loss in losses], "groups": self.before,
+                "optimizer": type(named).__name__}
+
+
+class StandIn:
+    """An optimizer that steps with the gradients of another one, which finds none and does nothing.
+
+    It has the other's groups, with their learning rates and weight decay. Nobody hears its steps: they are those of the one that it stands in for.
+    """
+
+    def __init__(self, torch: Any, own: Any, name: str, options: dict[str, Any]) -> None:
+        kind = _class_of(torch, name)
+        knows = inspect.signature(kind).parameters
+        shared = [key for key in ("lr", "weight_decay") if key in knows and key not in options]
+        groups = [{"params": list(group["params"]), **{key: group[key] for key in shared if key in group}} for group in own.param_groups]
+        self.own, self.optimizer = own, kind(groups, **options)
+        self._quiet_step = getattr(kind.step, "__wrapped__", kind.step)  # torch wraps step() with the hooks when the first object is made
+        self._gradients: list[tuple[Any, Any]] = []
+
+    def before(self) -> None:
+        if getattr(self.own, "grad_scale", None) is not None:
+            raise LookupError(f"a GradScaler leaves it to {type(self.own).__name__} to unscale the gradients (fused=True), so no other optimizer can have them")
+        self._gradients = [(p, p.grad) for group in self.own.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+        for mine, group in zip(self.optimizer.param_groups, self.own.param_groups, strict=False):
+            mine["lr"] = float(group["lr"])
+
+    def step(self) -> None:
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients = []
+        self._quiet_step(self.optimizer)
+
+
+def _class_of(torch: Any, name: str) -> Any:
+    module, _, last = name.rpartition(".")
+    if module:
+        return getattr(import_module(module), last)
+    kinds = {each.lower(): value for each, value in vars(torch.optim).items() if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)}
+    if name.lower() not in kinds or name.lower() == "optimizer":
+        raise LookupError(f"torch.optim has no optimizer {name}; it has {', '.join(sorted(set(kinds) - {'optimizer'}))}")
+    return kinds[name.lower()]
+
+
+def _assign(group: dict[str, Any], lr: float) -> None:
+    if hasattr(group["lr"], "fill_"):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr

@@ -1,0 +1,279 @@
+"""`flatout batch`: how fast a program is, and how much memory it takes, with other batch sizes; and how noisy its gradients are.
+
+    own        the program as it is: which loader trains, its size, memory of a step, gradient noise
+    explore    each other size in a program of its own, smaller and larger in turns: does it run, does it fit, is there still a gain
+    passes     all sizes that fit take turns, one runs while the others are held: those that are there already, then fresh programs of each size,
+               as often as the time allows
+
+A device's memory is one program's at a time; on a CPU as many live beside each other as fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.launch.command import Command
+from flatout.measure.batch_curve import read
+from flatout.measure.clock import seconds
+from flatout.measure.load import available_bytes
+from flatout.measure.statistics import Round, block_ms
+from flatout.plan.batch import BatchPoint, BatchRecord
+from flatout.plan.facts import Facts
+from flatout.plan.folder import JobFolder
+from flatout.plan.records import TrialRecord
+from flatout.trial.blocks import PREFETCHED_BATCHES
+from flatout.trial.parent import ProgramGone
+from flatout.tune.batch_programs import TURNS, Programs
+from flatout.tune.batch_visit import MARGIN, PATIENCE_S, TURN_S, DidNotRun, Visit, did_not_run, judge
+from flatout.tune.gradient_noise import hear_noise
+from flatout.tune.tuning import why_gone, why_not
+
+START_S = 600.0
+EXPLORING_TURNS = 2
+EXPLORE_SHARE = 0.55  # of the budget, where programs cannot wait for their turns; the rest is for passes
+OVERRUN_S = 60.0  # that the first comparison may take more than the budget
+MEMORY_TICKS = 4
+MOST_PASSES = 5
+FACTORS = (2.0, 0.5, 4.0, 0.25, 8.0, 0.125, 16.0)  # of the program's own size, in the order in which they are tried
+GAIN = 1.03  # twice the batch that brings less than this, two times running, ends the way up
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """``sizes`` empty: multiples and parts of the program's own. ``limit_bytes`` None: the device's memory, or what is free on this machine."""
+
+    sizes: tuple[int, ...] = ()
+    budget_s: float = 300.0
+    limit_bytes: int | None = None
+    at_step: int = 0
+    seed: int = 0
+
+
+class BatchCurve:
+    """``run`` fills the record. Raises ProgramFailed where the program fails as it is, NothingMeasured where it does not train."""
+
+    def __init__(self, command: Command, job: JobFolder, facts: Facts, record: BatchRecord, wishes: Wishes,
+                 stage: Callable[[str, str], None] = lambda name, detail: None, save: Callable[[BatchRecord], None] = lambda record: None) -> None:
+        self.facts, self.record, self.wishes = facts, record, wishes
+        self.stage, self.save = stage, save
+        self.end_s = seconds() + wishes.budget_s
+        self.explore_until_s = seconds() + EXPLORE_SHARE * wishes.budget_s
+        self.passes: list[dict[int, list[float]]] = []
+        self.again: list[list[Round]] = []
+        self.programs = Programs(command, job, facts, record, wishes.seed, self.end_s)
+
+    def run(self) -> BatchRecord:
+        explored: dict[int, list[float]] = {}
+        try:
+            self._own(explored)
+            if not self.record.why_no_curve:
+                self._explore(explored)
+                self._take_turns()
+        finally:
+            self.programs.dismiss(self.programs.alive)
+        if not self.passes and explored:
+            self.passes = [explored]
+            self.record.notes.append("there was no time to let programs take turns, so each size was measured once, one after another: "
+                                     "the machine may have changed in between")
+        read(self.record, self.passes, self.again)
+        self.record.status = "done"
+        return self.record
+
+    # -- the program as it is ---------------------------------------------------------------------------------------------
+
+    def _own(self, explored: dict[int, list[float]]) -> None:
+        record = self.record
+        trial = self.programs.own()
+        try:
+            self.stage("starting", "the program as it is, until its steps are steady")
+            start_s = seconds()
+            ready = trial.start().wait_ready(start_s + START_S)
+            visit = Visit(0, trial, seconds() - start_s, ready["tick_ms"])
+            self.programs.alive.append(visit)
+            record.device, self.programs.copies = ready["device"], ready["copies"]
+            self._whose_size(trial.ask({"do": "options"}, seconds() + PATIENCE_S), ready)
+            if record.own is not None:
+                visit.size, visit.prefetched = record.own, self.programs.prefetched
+                record.points.append(BatchPoint(record.own))
+                self._look(visit, record.points[0])
+                explored[record.own] = self._per_sample(visit)
+        except BaseException as error:
+            trial.close()
+            if isinstance(error, ProgramGone):
+                raise why_not(error.record, "batch sizes could not be measured", "take a smaller --budget") from None
+            raise
+        try:
+            record.noise = hear_noise(trial, ready["tick_ms"], self.wishes.at_step, self.wishes.budget_s, self.stage)
+        except ProgramGone as gone:
+            record.noise.why_not = f"the program was gone meanwhile: {why_gone(gone)}"
+            self.programs.dismiss([visit])
+        self.programs.keep(visit)
+        self.save(record)
+
+    def _whose_size(self, told: dict[str, Any], ready: dict[str, Any]) -> None:
+        record, answer, scene = self.record, told["options"]["batch_size"], told["scene"]
+        if ready["unit"] != "step":
+            record.why_no_curve = "a step of this program is a closure that lasts seconds (LBFGS), so it is not known which batch a step is made of"
+        elif "skip" in answer:
+            record.why_no_curve = answer["skip"]
+        if record.why_no_curve:
+            return
+        record.loader = scene["training_loader"]
+        if record.loader is None or record.loader >= len(scene["loaders"]):
+            record.why_no_curve = f"the loader that trains is number {record.loader} of those that the program makes: there are too many to tell them apart"
+            return
+        loader = scene["loaders"][record.loader]
+        record.own, record.dataset_samples = loader["batch_size"], loader["length"]
+        self.programs.prefetched = PREFETCHED_BATCHES * loader["num_workers"]
+        gpu = self.facts.gpus[0].memory_bytes if self.facts.gpus and record.device == "cuda" else None
+        record.limit_bytes = self.wishes.limit_bytes or gpu or available_bytes()
+        record.limit = "given" if self.wishes.limit_bytes else "the device's" if gpu else "free on this machine"
+
+    # -- one size in one program ------------------------------------------------------------------------------------------
+
+    def _look(self, visit: Visit, point: BatchPoint) -> None:
+        """Some turns, phases, and what a step takes of memory. Raises ProgramGone."""
+        self.stage("exploring", f"{point.size} samples a batch")
+        self.programs.costs_s.setdefault(point.size, visit.start_s)
+        for _ in range(EXPLORING_TURNS):
+            visit.turn()
+        seen = TrialRecord.from_json(visit.trial.ask({"do": "record"}, seconds() + PATIENCE_S)["record"])
+        self._note(seen, point)
+        heard = visit.trial.listen("memory", seconds() + PATIENCE_S + MEMORY_TICKS * visit.tick_ms, ticks=MEMORY_TICKS)
+        memory = heard.get("memory") or {}
+        point.peak_bytes, point.retries = memory.get("peak_bytes"), memory.get("retries")
+        if self.record.device == "cuda" and seen.peak_memory_bytes:
+            point.peak_bytes = seen.peak_memory_bytes
+        point.step_ms = block_ms(visit.turns)
+        judge(point, self.record)
+
+    def _note(self, seen: TrialRecord, point: BatchPoint) -> None:
+        optimizer = seen.phases.get("optimizer") or {}
+        point.optimizer_ms = optimizer.get("median_ms")
+        own = point.size == self.record.own
+        if own:
+            self.record.effective = point.size * max(1, round((seen.samples_per_step or point.size) / point.size))
+        whole = (self.record.effective or point.size) / (self.record.own or point.size) * point.size
+        # The last batch of an epoch may be smaller. A first tensor that does not count samples tells nothing.
+        counted = seen.samples_per_step
+        point.samples_per_step = counted if counted and 0.5 * whole <= counted <= whole else whole
+
+    def _per_sample(self, visit: Visit) -> list[float]:
+        point = self.record.point(visit.size)
+        samples = point.samples_per_step if point is not None and point.samples_per_step else visit.size
+        return [ms / samples for ms in visit.turns]
+
+    @property
+    def own(self) -> BatchPoint:
+        return self.record.point(self.record.own) or BatchPoint(self.record.own or 1)
+
+    # -- each size once ---------------------------------------------------------------------------------------------------
+
+    def _explore(self, explored: dict[int, list[float]]) -> None:
+        no_more = ""  # why nothing larger is tried
+        for size in self._sizes():
+            point = BatchPoint(size)
+            larger = size > (self.record.own or 0)
+            if larger and no_more and not self.wishes.sizes:
+                continue
+            self.record.points.append(point)
+            try:
+                self._may(size)
+                if larger and no_more:
+                    raise DidNotRun("too big", no_more)
+                visit = self.programs.enter(size)
+                try:
+                    self._look(visit, point)
+                except ProgramGone as gone:
+                    self.programs.dismiss([visit])
+                    raise did_not_run(gone.record) from None
+                explored[size] = self._per_sample(visit)
+                if point.fits:
+                    self.programs.keep(visit)
+                else:
+                    self.programs.dismiss([visit])
+            except DidNotRun as error:
+                point.status, point.why = error.status, error.why
+            if larger and point.status in ("too big", "out of memory"):
+                no_more = f"{size} samples a batch did not fit already"
+            elif larger and not self.wishes.sizes and _no_gain(explored):
+                no_more = "twice the batch brought nothing, two times running"
+            self.save(self.record)
+        self.record.points.sort(key=lambda point: point.size)
+
+    def _sizes(self) -> list[int]:
+        own = self.record.own or 1
+        asked = self.wishes.sizes or tuple(int(own * factor) for factor in FACTORS if own * factor >= 1)
+        found = [size for size in dict.fromkeys(asked) if size != own]
+        return found if not self.wishes.sizes else sorted(found, key=lambda size: max(size / own, own / size))
+
+    def _may(self, size: int) -> None:
+        """Raises DidNotRun where a size need not be tried: no such batch, too large by the points so far, no time."""
+        record = self.record
+        if record.dataset_samples is not None and size > record.dataset_samples:
+            raise DidNotRun("no such batch", f"the data set has {record.dataset_samples:,} samples")
+        known = sorted((p.size, p.peak_bytes) for p in record.points if p.peak_bytes)
+        if known and record.limit_bytes and size > known[-1][0]:
+            peak = _extended(known, size)
+            if peak > (1 - MARGIN) * record.limit_bytes:
+                raise DidNotRun("too big", f"its peak would be about {peak / 2**30:.3g} GiB by the smaller sizes, and {record.limit_bytes / 2**30:.3g} GiB "
+                                           f"are {'the limit' if record.limit == 'given' else record.limit}")
+        turns_s = TURNS * sum(visit.turn_s for visit in self.programs.alive)
+        alone = not any(point.step_ms for point in record.points if point.size != record.own)  # one point is no curve
+        cost_s = self._cost_s(size) + 2 * MEMORY_TICKS * self._step_s(size)
+        until_s = self.end_s - turns_s if self.programs.together else self.explore_until_s
+        if cost_s > self.wishes.budget_s + OVERRUN_S or (not alone and seconds() + cost_s > until_s):
+            raise DidNotRun("no time", "the budget was used up before it (--budget)")
+
+    def _cost_s(self, size: int) -> float:
+        """Of a program at this size, from its start to its last turn, by what is known of it or of the own size."""
+        return self.programs.costs_s.get(size, self.programs.costs_s[self.own.size]) + TURNS * max(TURN_S, self._step_s(size))
+
+    def _step_s(self, size: int) -> float:
+        point = self.record.point(size)
+        step_ms = point.step_ms if point is not None and point.step_ms else (self.own.step_ms or 0.0) * max(1.0, size / self.own.size)
+        return step_ms / 1000
+
+    # -- all sizes in turns -----------------------------------------------------------------------------------------------
+
+    def _take_turns(self) -> None:
+        """A pass of the programs that are there, and passes of fresh ones. Each time the own size runs twice, against itself."""
+        own = self.own.size
+        sizes = [point.size for point in self.record.points if point.fits]
+        if self.programs.alive and any(visit.size == own for visit in self.programs.alive) and len(self.programs.alive) > 1:
+            self.stage("taking turns", f"{', '.join(str(visit.size) for visit in self.programs.alive)} samples a batch")
+            turns_s = TURNS * sum(visit.turn_s for visit in self.programs.alive)
+            group = [*self.programs.alive, *self.programs.entered([own] if seconds() + turns_s + self._cost_s(own) < self.end_s else [])]
+            self._note_pass(self.programs.take_turns(group), own)
+        cost_s = sum(map(self._cost_s, [*sizes, own]))
+        while len(self.passes) < MOST_PASSES and seconds() + cost_s < self.end_s and len(sizes) > 1:
+            start_s = seconds()
+            self.stage("taking turns", f"pass {len(self.passes) + 1}: {', '.join(map(str, sizes))} samples a batch, in fresh programs")
+            left, done = [*sizes, own] if len(self.passes) % 2 == 0 else [own, *sizes[::-1]], []
+            while left:
+                group = self.programs.entered(left)
+                done += self.programs.take_turns(group)
+            if not self._note_pass(done, own):
+                return
+            cost_s = seconds() - start_s
+
+    def _note_pass(self, visits: Sequence[Visit], own: int) -> bool:
+        same = [visit for visit in visits if visit.size == own]
+        if same:
+            self.passes.append({visit.size: self._per_sample(visit) for visit in reversed(visits)})  # of the own size, the first
+            self.again += [[Round(a, b) for a, b in zip(same[0].turns, other.turns, strict=False)] for other in same[1:]]
+        return bool(same)
+
+
+def _no_gain(explored: dict[int, list[float]]) -> bool:
+    """Whether the two largest sizes have brought next to nothing over the one before them."""
+    ordered = [block_ms(explored[size]) for size in sorted(explored)]
+    return len(ordered) >= 3 and ordered[-3] < GAIN * min(ordered[-2:])
+
+
+def _extended(known: Sequence[tuple[int, int]], size: int) -> float:
+    """Bytes at a larger size: along the line through the two largest ones that were measured, or in proportion where there is one."""
+    (a, x), (b, y) = known[-2] if len(known) > 1 else (0, 0), known[-1]
+    return y + max(0.0, (y - x) / (b - a)) * (size - b)

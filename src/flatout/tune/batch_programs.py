@@ -1,0 +1,98 @@
+"""The programs of `flatout batch`: each at one size, as many alive at once as the memory allows, one running at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flatout.launch.command import Command
+from flatout.measure.clock import seconds
+from flatout.plan.batch import BatchRecord
+from flatout.plan.facts import Facts
+from flatout.plan.folder import JobFolder
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.words import Origin
+from flatout.trial.parent import ProgramGone, Trial
+from flatout.tune.batch_visit import PATIENCE_S, DidNotRun, Visit, did_not_run
+from flatout.tune.tuning import why_gone
+
+TURNS = 4  # of each program in a pass
+MOST_TOGETHER = 8
+
+
+class Programs:
+    """Started, held, let take turns, and ended. ``costs_s`` is what it took to start one, by size; ``record`` is told what went wrong."""
+
+    def __init__(self, command: Command, job: JobFolder, facts: Facts, record: BatchRecord, seed: int, end_s: float) -> None:
+        self.command, self.job, self.facts, self.record, self.seed, self.end_s = command, job, facts, record, seed, end_s
+        self.costs_s: dict[int, float] = {}
+        self.alive: list[Visit] = []  # held, and ready for turns
+        self.copies = 1
+        self.prefetched = 0
+
+    def own(self) -> Trial:
+        """The program as it is, not started yet."""
+        return Trial(self.command, self.job.new_trial(), Plan(), self.facts, seed=self.seed)
+
+    def enter(self, size: int) -> Visit:
+        """A program at this size, steady and held. Raises DidNotRun."""
+        plan = Plan() if size == self.record.own else Plan((Choice("batch_size", {"size": size, "loader": self.record.loader or 0}, Origin.TUNER),))
+        trial = Trial(self.command, self.job.new_trial(), plan, self.facts, seed=self.seed)
+        start_s = seconds()
+        try:
+            trial.start()
+            ready = trial.wait_ready(max(self.end_s, start_s + PATIENCE_S))
+            self.copies = ready["copies"]
+            seen = trial.ask({"do": "record"}, seconds() + PATIENCE_S)["record"]
+            got = next((loader["batch_size"] for loader in seen["scene"]["loaders"][self.record.loader or 0:]), None)
+            if got != size:
+                said = [each["reason"] for each in seen["skipped"] if each["name"] == "batch_size"]
+                raise DidNotRun("failed", said[0] if said else f"the training loader has batches of {got} samples all the same")
+            trial.hold()
+        except ProgramGone as gone:
+            trial.close()
+            raise did_not_run(gone.record) from None
+        except BaseException:
+            trial.close()
+            raise
+        self.costs_s[size] = seconds() - start_s
+        self.alive.append(Visit(size, trial, self.costs_s[size], ready["tick_ms"], self.prefetched))
+        return self.alive[-1]
+
+    def keep(self, visit: Visit) -> None:
+        """Let it live for the turns, where there is memory for it and for another one."""
+        if len(self.alive) > self.together or self.copies <= 2:
+            self.dismiss([visit])
+
+    def dismiss(self, visits: Sequence[Visit]) -> None:
+        for visit in list(visits):
+            visit.trial.close()
+            if visit in self.alive:
+                self.alive.remove(visit)
+
+    @property
+    def together(self) -> int:
+        return 0 if self.record.device != "cpu" else MOST_TOGETHER
+
+    def entered(self, left: list[int]) -> list[Visit]:
+        """Programs of the first of these sizes, which leave the list: as many as may live at once, one at least."""
+        group: list[Visit] = []
+        while left and (not group or (len(group) < self.together and self.copies > 2)):
+            try:
+                group.append(self.enter(left.pop(0)))
+            except DidNotRun as error:
+                self.record.notes.append(f"a program with another batch size did not start again: {error.why}")
+        return group
+
+    def take_turns(self, group: list[Visit]) -> list[Visit]:
+        """There and back again; then these programs are done with."""
+        try:
+            for visit in group:
+                visit.turns.clear()
+            for turn in range(TURNS):
+                for visit in group if turn % 2 == 0 else group[::-1]:
+                    visit.turn()
+        except ProgramGone as gone:
+            self.record.notes.append(f"a program was gone in the middle of its turns: {why_gone(gone)}")
+        finally:
+            self.dismiss(group)
+        return [visit for visit in group if visit.turns]

@@ -1,0 +1,36 @@
+"""The gradient noise scale of a program that runs, at the step where it stands or at a later one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flatout.measure.clock import seconds
+from flatout.measure.noise_scale import noise_scale
+from flatout.plan.batch import NoiseSeen
+from flatout.trial.parent import Trial
+from flatout.tune.batch_visit import PATIENCE_S
+
+SHARE = 0.15  # of the budget
+HEARD = 2.0  # times the length of a quiet step
+LARGEST_SHARE = 0.4  # of it, where steps are slow
+FEWEST_STEPS, MOST_STEPS = 12, 256
+
+
+def hear_noise(trial: Trial, tick_ms: float, at_step: int, budget_s: float, stage: Callable[[str, str], None]) -> NoiseSeen:
+    """Trains on to ``at_step`` where that is still to come. Raises ProgramGone."""
+    tick_s = max(tick_ms, 1e-3) / 1000
+    ahead = at_step - trial.ticks_done
+    if ahead * tick_s > budget_s:
+        return NoiseSeen(why_not=f"step {at_step:,} is {ahead * tick_s:.0f} s away, more than the budget (--budget)")
+    if ahead > 0:
+        stage("training on", f"to step {at_step:,}, where the gradients are to be looked at")
+        trial.go(ahead, seconds() + PATIENCE_S + 30 * ahead * tick_s)
+    if HEARD * FEWEST_STEPS * tick_s > LARGEST_SHARE * budget_s:
+        return NoiseSeen(why_not=f"{FEWEST_STEPS} steps are the fewest, and one lasts {tick_s:.2g} s: give it a larger --budget")
+    steps = max(FEWEST_STEPS, min(MOST_STEPS, int(SHARE * budget_s / (HEARD * tick_s))))
+    stage("listening", f"to the gradients of {steps} steps, while the weights hold still")
+    heard = trial.listen("noise", seconds() + PATIENCE_S + 60 * steps * tick_s, ticks=steps)
+    if heard.get("why_not"):
+        return NoiseSeen(step=trial.ticks_done, why_not=heard["why_not"])
+    found = noise_scale(heard["products"], heard["squares"], heard["batch"] or 1)
+    return NoiseSeen(heard["step"], heard["batch"], heard["gradients"], found.value, found.low, found.high, found.gradient, found.trace)

@@ -1,0 +1,243 @@
+"""Foretells the memory of a program's steps at several batch sizes, then measures some of them in real steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+from flatout.launch.command import Command
+from flatout.measure.clock import seconds
+from flatout.measure.fitting import largest_that_fits
+from flatout.plan.errors import NothingMeasured, ProgramFailed
+from flatout.plan.facts import Facts
+from flatout.plan.folder import JobFolder
+from flatout.plan.memory_forecast import MemoryForecast, MemoryPoint
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.records import TrialRecord
+from flatout.trial.foreseeing import ENTRY
+from flatout.trial.parent import ProgramGone, Trial
+
+START_S = 600.0  # until the first batch
+STEPS_S = 600.0  # for the steps of one batch size, without computing
+END_S = 60.0
+MEASURED_TICKS = 4
+ROOM = 0.9  # of a limit; a measurement beyond it might end the program, or its neighbours
+SERVED = {"activations": "Recomputing activations (torch.utils.checkpoint) takes less of them for about a third more time",
+          "temporary": "Smaller micro-batches with accumulation take less at once"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """``sizes`` beside the script's own. ``cuda``: as its allocator would hand sizes out, where the program itself runs elsewhere."""
+
+    sizes: Sequence[int] = ()
+    cuda: bool = False
+    limit_bytes: int | None = None
+    measure: bool = True
+    budget_s: float = 300.0  # for what is measured
+    seed: int = 0
+
+
+class Forecast:
+    """Fills a record. One program answers for every batch size, until one ends it; then another one is asked for the rest."""
+
+    def __init__(self, command: Command, job: JobFolder, facts: Facts, record: MemoryForecast, question: Question,
+                 stage: Callable[[str, str], None] = lambda name, detail: None) -> None:
+        self.command, self.job, self.facts, self.record, self.question, self.stage = command, job, facts, record, question, stage
+        self.trial: Trial | None = None
+        self.ready: dict[str, Any] = {}
+        self.points: dict[int | None, MemoryPoint] = {}
+        self.guessed: set[str] = set()
+        self.closures = False  # a step is a closure that an optimizer calls again and again
+
+    def run(self) -> MemoryForecast:
+        """Raises NothingMeasured, ProgramFailed."""
+        record, question = self.record, self.question
+        try:
+            own = self.foretold(None)
+            record.device, record.own, record.simulated = self.ready["device"], self.ready["samples"], self.ready["simulated"]
+            if own.why_not:
+                raise NothingMeasured(f"the memory of this program cannot be foretold: {own.why_not}.")
+            for size in dict.fromkeys(question.sizes):
+                self.foretold(size)
+            self._limit()
+            if self.trial is not None:
+                self.trial.finish(seconds() + END_S)  # the program ends by itself, with everything put back
+        finally:
+            self._leave()
+        record.points = sorted(self.points.values(), key=lambda point: point.batch_size or 0)
+        self._notes()
+        if question.measure:
+            self._measure(own)
+        record.status = "done"
+        return record
+
+    # -- foretelling ----------------------------------------------------------------------------------------------------
+
+    def foretold(self, size: int | None) -> MemoryPoint:
+        """A point, known or new; ``why_not`` where the program cannot do a step of that size."""
+        size = self.ready.get("samples") if size is None and self.ready else size
+        if size in self.points and self.ready:
+            return self.points[size]
+        answer = self._asked(size)
+        point = MemoryPoint(answer.get("batch", size), answer.get("peak_bytes"), answer.get("first_peak_bytes"), answer.get("kinds", {}),
+                            answer.get("by_module", {}), answer.get("why_not", ""))
+        self.guessed.update(answer.get("guessed", ()))
+        self.closures |= answer.get("unit") == "backward"
+        self.points[point.batch_size] = point
+        return point
+
+    def _asked(self, size: int | None) -> dict[str, Any]:
+        self.stage("foretelling", f"a step with {size} samples a batch, for shapes alone" if size else "a step as it is, for shapes alone")
+        try:
+            trial = self.trial or self._enter()
+            if self.ready["why_not"]:
+                return {"why_not": self.ready["why_not"]}
+            if size is not None and self.ready["samples"] is None:
+                return {"why_not": "the program makes its batches itself, without a DataLoader, so they cannot be made larger or smaller from outside"}
+            return trial.ask({"do": "foresee", "batch": size}, seconds() + STEPS_S)
+        except ProgramGone as gone:
+            self._leave()
+            if not self.ready:
+                raise _never_trained(gone.record) from None
+            return {"why_not": _last_line(gone.record)}
+
+    def _enter(self) -> Trial:
+        self.trial = trial = Trial(self.command, self.job.new_trial(), Plan(), self.facts, seed=self.question.seed, entry=ENTRY,
+                                   wishes={"cuda": self.question.cuda})
+        trial.start()
+        self.ready = trial.wait_ready(seconds() + START_S)
+        return trial
+
+    def _leave(self) -> None:
+        if self.trial is not None:
+            trial, self.trial = self.trial, None
+            trial.close()
+
+    # -- the limit ------------------------------------------------------------------------------------------------------
+
+    def _limit(self) -> None:
+        record, limit = self.record, self.question.limit_bytes
+        if limit is not None:
+            record.limit_bytes, record.limit_of = limit, "asked for"
+        elif self.facts.gpus and (record.device == "cuda" or record.simulated):
+            record.limit_bytes, record.limit_of = self.facts.gpus[0].memory_bytes, self.facts.gpus[0].name
+        own = self.points[record.own]
+        if record.limit_bytes is None or own.peak_bytes is None:
+            return
+        limit_bytes = record.limit_bytes
+        if record.own is not None and not own.why_not:
+            self._search(limit_bytes, record.own)
+        record.advice = advice(own, limit_bytes, record.largest)
+
+    def _search(self, limit_bytes: int, own: int) -> None:
+        asked = set(self.points)
+
+        def peak_of(size: int) -> int:
+            point = self.foretold(size)
+            if point.peak_bytes is None:
+                raise LookupError(point.why_not)
+            return point.peak_bytes
+
+        try:
+            self.record.largest = largest_that_fits(peak_of, limit_bytes, own)
+        except LookupError as error:
+            self.record.notes.append(f"the largest batch that fits is not known: {error}")
+        if self.record.largest:
+            self.record.largest_peak_bytes = self.points[self.record.largest].peak_bytes
+        self.points = {size: point for size, point in self.points.items() if size in asked or size == self.record.largest}
+
+    # -- measuring ------------------------------------------------------------------------------------------------------
+
+    def _measure(self, own: MemoryPoint) -> None:
+        """The script's own batch size, and the one farthest from it that fits well."""
+        record = self.record
+        if record.simulated:
+            record.notes.append("nothing was measured: the program does not run on such a device here")
+            return
+        if (own.peak_bytes or 0) <= self._room():
+            self._measured(own, Plan())
+        else:
+            own.measured_why_not = "its step is not expected to fit"
+        farthest = self._farthest(own)
+        if farthest is not None:
+            self._measured(farthest, Plan((Choice("batch_size", {"size": farthest.batch_size, "loader": self.ready["loader"]}),)))
+
+    def _room(self) -> float:
+        """Bytes of a step that may be tried out here."""
+        return ROOM * ((self.record.limit_bytes if self.record.device == "cuda" else self.facts.memory_bytes) or 2**62)
+
+    def _farthest(self, own: MemoryPoint) -> MemoryPoint | None:
+        """Of the sizes that were asked for, that fit into the machine with room to spare and have enough samples, the one that differs most from ``own``."""
+        if own.batch_size is None or self.ready.get("loader") is None:
+            return None
+        longest = self.ready["length"] or 2**62
+        points = [self.points[size] for size in self.question.sizes if size != own.batch_size]
+        fitting = [point for point in points if point.peak_bytes is not None and point.peak_bytes <= self._room() and (point.batch_size or 0) <= longest]
+        return max(fitting, key=lambda point: abs(log((point.batch_size or 1) / (own.batch_size or 1))), default=None)
+
+    def _measured(self, point: MemoryPoint, plan: Plan) -> None:
+        self.stage("measuring", f"real steps with {point.batch_size} samples a batch" if point.batch_size else "real steps as they are")
+        deadline_s = seconds() + self.question.budget_s
+        try:
+            with Trial(self.command, self.job.new_trial(), plan, self.facts, seed=self.question.seed) as trial:
+                ready = trial.wait_ready(deadline_s)
+                if len(plan) and not ready["applied"]:
+                    point.measured_why_not = ready["skipped"][0]["reason"] if ready["skipped"] else "the loader cannot be given another batch size"
+                    return
+                heard = trial.listen("peak", deadline_s, ticks=MEASURED_TICKS)
+        except ProgramGone as gone:
+            point.measured_why_not = _last_line(gone.record)
+            return
+        if heard.get("peak_bytes"):
+            point.measured_bytes = int(heard["peak_bytes"])
+        else:
+            point.measured_why_not = heard.get("why_not") or "too few steps were heard"
+
+    def _notes(self) -> None:
+        record = self.record
+        if record.simulated or record.device == "cuda":
+            record.notes.append("tensors alone: the CUDA context, the workspaces of cuDNN and cuBLAS and what fragments come on top")
+        if record.simulated:
+            record.notes.append("the program ran on the CPU; operators that take other kernels on a GPU may save other tensors there")
+        if self.closures:
+            record.notes.append("a step of this program is a closure; one pass of it was foretold, and what its optimizer remembers of more comes on top")
+        length = self.ready.get("length")
+        if length and any((point.batch_size or 0) > length for point in record.points):
+            record.notes.append(f"the data set has {length} samples; a larger batch is foretold by repeating them")
+        if self.guessed:
+            record.notes.append(f"some of what the program asks its values for was answered without knowing ({', '.join(sorted(self.guessed))}); where more "
+                                "or fewer elements may be chosen, all are")
+
+
+def advice(own: MemoryPoint, limit_bytes: int, largest: int | None) -> str:
+    """What would help, in a sentence; nothing where the script's own batch fits."""
+    if own.peak_bytes is None or own.peak_bytes <= limit_bytes:
+        return ""
+    lasting = sum(own.kinds.get(kind, 0) for kind in ("parameters", "buffers", "optimizer state", "gradients"))
+    if lasting > limit_bytes:
+        return ("Parameters, gradients and optimizer state alone are larger than the limit, so no batch fits: lower precision, an optimizer with less state, "
+                "or sharding.")
+    if largest and own.batch_size:
+        micro = -(-own.batch_size // largest)
+        return (f"{micro} micro-batches of at most {largest} samples with accumulation keep the effective batch of {own.batch_size}; "
+                f"{SERVED['activations'][0].lower()}{SERVED['activations'][1:]}.")
+    kind = max(SERVED, key=lambda kind: own.kinds.get(kind, 0))
+    return f"{SERVED[kind]}; lower precision (bf16) takes about half of the activations."
+
+
+def _never_trained(record: TrialRecord) -> Exception:
+    if record.status == "failed":
+        said = record.log_tail.strip() or record.reason
+        return ProgramFailed(f"the program fails by itself (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1)
+    if record.status == "ended":
+        return NothingMeasured("the memory of a step cannot be foretold: the program ended before its first training step (a forward pass with gradients of a "
+                               "module, or a batch of a DataLoader). Is this the command that trains?")
+    return NothingMeasured(f"the memory of a step cannot be foretold: {_last_line(record)}.")
+
+
+def _last_line(record: TrialRecord) -> str:
+    lines = record.reason.strip().splitlines()
+    return lines[-1].strip().rstrip(".")[:300] if lines else record.status
