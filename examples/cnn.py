@@ -19,10 +19,11 @@ SIZE, STRIDE = 24, 12
 class Patches(Dataset):
     """Patches on a grid over each photograph. The label is one of six: the photograph, and its upper, middle or lower third."""
 
-    def __init__(self, transform):
+    def __init__(self, transform, images=None):
         self.photos = [Image.fromarray(photo) for photo in load_sample_images().images]
         self.places = [(at, left, top) for at, photo in enumerate(self.photos)
                        for left in range(0, photo.width - SIZE, STRIDE) for top in range(0, photo.height - SIZE, STRIDE)]
+        self.places = self.places[:: len(self.places) // images][:images] if images else self.places
         self.transform = transform
 
     def __len__(self):
@@ -55,6 +56,7 @@ def main():
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--images", type=int, help="only so many, for a first look")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
@@ -65,7 +67,7 @@ def main():
         transforms.ToTensor(),
         transforms.Normalize((0.46, 0.46, 0.40), (0.28, 0.27, 0.31)),
     ])
-    loader = DataLoader(Patches(transform), batch_size=args.batch_size, shuffle=True, num_workers=args.workers)
+    loader = DataLoader(Patches(transform, args.images), batch_size=args.batch_size, shuffle=True, num_workers=args.workers)
     model = Net().to(device)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)

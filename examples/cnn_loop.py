@@ -18,6 +18,7 @@ def main():
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--images", type=int, help="only so many, for a first look")
     args = parser.parse_args()
 
     flatout.seed(args.seed)
@@ -27,7 +28,7 @@ def main():
         transforms.ToTensor(),
         transforms.Normalize((0.46, 0.46, 0.40), (0.28, 0.27, 0.31)),
     ])
-    loader = DataLoader(Patches(transform), batch_size=args.batch_size, shuffle=True, num_workers=args.workers)
+    loader = DataLoader(Patches(transform, args.images), batch_size=args.batch_size, shuffle=True, num_workers=args.workers)
     model = Net().to(flatout.device())
     criterion = nn.CrossEntropyLoss()
 

@@ -33,7 +33,7 @@ class Digits(Dataset):
         return self.transform(self.images[index]), int(self.labels[index])
 
 
-def make_loaders(batch_size, workers):
+def make_loaders(batch_size, workers, images=None):
     augment = transforms.Compose([
         transforms.RandomCrop(32, padding=4),
         transforms.ColorJitter(brightness=0.3, contrast=0.3),
@@ -42,7 +42,8 @@ def make_loaders(batch_size, workers):
     ])
     plain = transforms.Compose([transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
     digits = load_digits()
-    train_x, test_x, train_y, test_y = train_test_split(digits.images, digits.target, test_size=0.2, random_state=0)
+    images, labels = digits.images[:images], digits.target[:images]
+    train_x, test_x, train_y, test_y = train_test_split(images, labels, test_size=0.2, random_state=0)
     train = DataLoader(Digits(train_x, train_y, augment), batch_size=batch_size, shuffle=True, drop_last=True, num_workers=workers)
     return train, DataLoader(Digits(test_x, test_y, plain), batch_size=batch_size)
 
@@ -61,11 +62,12 @@ def main():
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--images", type=int, help="only so many, for a first look")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    train, test = make_loaders(args.batch_size, args.workers)
+    train, test = make_loaders(args.batch_size, args.workers, args.images)
     model = resnet18(num_classes=10).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * len(train))

@@ -17,11 +17,12 @@ def main():
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--images", type=int, help="only so many, for a first look")
     args = parser.parse_args()
 
     flatout.seed(args.seed)
     device = flatout.device()
-    train, test = make_loaders(args.batch_size, args.workers)
+    train, test = make_loaders(args.batch_size, args.workers, args.images)
     model = resnet18(num_classes=10).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * len(train))

@@ -7,6 +7,7 @@ from typing import Any
 
 from flatout.loop.precision import Precision
 from flatout.loop.reduction import Answer
+from flatout.loop.rejoin import Rejoin
 
 HOW = ("mean", "sum", "max", "min", "last")  # values of micro-batches become one
 
@@ -16,11 +17,12 @@ class Accumulation:
 
     Each micro-batch weighs by what its loss is averaged over. How many tokens there are is known at the end alone, so their gradients are made
     for an estimate of that number and corrected once, on the device; where samples are counted, nothing is to be corrected. ``summed`` says that
-    losses are sums; then every weight is 1.
+    losses are sums; then every weight is 1. ``rejoin``, where ranks exchange gradients inside the last backward pass: what they exchange must be right
+    before it, and a rank whose last micro-batch counts nothing must bring its gradients all the same.
     """
 
-    def __init__(self, torch: Any, precision: Precision, summed: bool, samples: int) -> None:
-        self.torch, self.precision, self.summed, self.samples = torch, precision, summed, samples
+    def __init__(self, torch: Any, precision: Precision, summed: bool, samples: int, rejoin: Rejoin | None = None) -> None:
+        self.torch, self.precision, self.summed, self.samples, self.rejoin = torch, precision, summed, samples, rejoin
         self._estimate: Any = None
         self._losses: list[Any] = []
         self._weights: list[Any] = []
@@ -32,8 +34,14 @@ class Accumulation:
         if counted:
             weight = _as_scalar(self.torch, answer.count, answer.loss)
         self._values.append((detached(answer.values), size))
+        exchanging = self.rejoin if last and self._weights else None
         if _is_nothing(weight) and (self._estimate is not None or not last):
+            if exchanging is not None:
+                self._correct(exchanging.parameters, sum(self._weights))
+                exchanging.take_part()
             return  # no token counts here: its loss is 0 / 0, and in the whole batch it had no part
+        if exchanging is not None and counted:
+            self._correct(exchanging.parameters, sum(self._weights) + weight)
         if self._estimate is None:
             whole = 1.0 if self.summed else float(self.samples)
             self._estimate = weight * (self.samples / size) if counted else whole
@@ -45,11 +53,16 @@ class Accumulation:
         """The loss of the whole effective batch. Called at the end: corrects the gradients of ``parameters`` where their number was estimated."""
         total = 1.0 if self.summed else sum(self._weights)
         if hasattr(total, "dtype"):
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            if gradients:
-                with self.torch.no_grad():
-                    self.torch._foreach_mul_(gradients, (self._estimate / total).to(gradients[0].dtype))
+            self._correct(parameters, total)
         return sum(loss * (weight / total) for loss, weight in zip(self._losses, self._weights, strict=True))
+
+    def _correct(self, parameters: list[Any], total: Any) -> None:
+        """Gradients that were made for the estimate become those for ``total``, which takes its place."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients:
+            with self.torch.no_grad():
+                self.torch._foreach_mul_(gradients, (self._estimate / total).to(gradients[0].dtype))
+        self._estimate = total
 
     def values(self, how: Mapping[str, str]) -> dict[str, Any]:
         """The further values of all micro-batches, each joined as ``how`` says, by samples where it says nothing."""

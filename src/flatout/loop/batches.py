@@ -6,11 +6,11 @@ tensors (file names, captions) has one for each sample, too. Everything else bel
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from flatout.capture.batches import rebuilt
 from flatout.plan.errors import LoopError
 
 
@@ -56,7 +56,7 @@ def part_of(batch: Any, start: int, end: int, total: int) -> Any:
             return thing[start:end] if thing.dim() and thing.shape[0] == total else thing
         if isinstance(thing, (list, tuple)) and len(thing) == total and total > 1 and not any(True for _ in tensors_of(thing)):
             return thing[start:end]
-        return _rebuilt(thing, of)
+        return rebuilt(thing, of)
 
     return of(batch)
 
@@ -67,22 +67,6 @@ def moved(batch: Any, device: Any) -> Any:
     def of(thing: Any) -> Any:
         if hasattr(thing, "untyped_storage"):
             return thing if thing.device == device else thing.to(device, non_blocking=True)
-        return _rebuilt(thing, of)
+        return rebuilt(thing, of)
 
     return of(batch)
-
-
-def _rebuilt(thing: Any, of: Callable[[Any], Any]) -> Any:
-    """The same container with ``of`` applied to what it holds; anything else as it is."""
-    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
-        return type(thing)(*(of(value) for value in thing))
-    if isinstance(thing, (list, tuple)):
-        return type(thing)(of(value) for value in thing)
-    if isinstance(thing, Mapping):
-        other: Any = copy.copy(thing)
-        for key in thing:
-            other[key] = of(thing[key])
-        return other
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        return dataclasses.replace(thing, **{field.name: of(getattr(thing, field.name)) for field in dataclasses.fields(thing) if field.init})
-    return thing

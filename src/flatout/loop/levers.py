@@ -12,7 +12,7 @@ from flatout.capture.listener import Listener
 from flatout.capture.scene import Scene
 from flatout.engine.applier import EARLY, LATE, Applier, Outcome, one_line
 from flatout.levers import TABLE
-from flatout.plan.errors import LoopError, PlanError
+from flatout.plan.errors import LoopError
 from flatout.plan.plan import Plan
 from flatout.plan.words import Moment
 from flatout.probe.machine import look
@@ -28,12 +28,8 @@ def plan_of(given: Any) -> Plan:
     if isinstance(given, Plan):
         return given
     if isinstance(given, (str, Path)):
-        try:
-            return Plan.from_toml(Path(given).read_text(encoding="utf-8"), str(given))
-        except OSError as error:
-            raise PlanError(f"{given} cannot be read ({error.strerror}). `flatout tune python train.py` writes a plan, `flatout plan --template` an empty "
-                            "one.") from None
-    raise LoopError(f"plan is a {type(given).__name__}; give a flatout.Plan, the path of a flatout.toml, or None.")
+        return Plan.read(Path(given))
+    raise LoopError(f"plan is a {type(given).__name__}; give a flatout.Plan, the path of a flatout.toml, \"auto\", or None.")
 
 
 class Levers:
@@ -45,19 +41,19 @@ class Levers:
         self._ledger = Ledger()
         self.scene = Scene(torch, Listener(), self._ledger)
         self.scene.introduce([model], [optimizer], [loader], [loss_fn] if isinstance(loss_fn, torch.nn.Module) else [])
-        self._applier = Applier(TABLE, look(), self.scene)
+        self.applier = Applier(TABLE, look(), self.scene)
 
     def early(self, loader: Any) -> Any:
         """The loader to iterate over."""
         self.outcomes = [Outcome(choice, False, BEFORE_THE_PROGRAM) for choice in self.plan
-                         if (lever := self._applier.lever(choice)) is not None and lever.moment is Moment.PROCESS]
-        self._applier.start(self.plan, EARLY)
+                         if (lever := self.applier.lever(choice)) is not None and lever.moment is Moment.PROCESS]
+        self.applier.start(self.plan, EARLY)
         return self.scene.made_anew(loader, self._ledger)
 
     def late(self, backwards: int) -> None:
         self.scene.first_step_done(backwards)
-        self._applier.start(self.plan, LATE)
-        self.outcomes += self._applier.outcomes
+        self.applier.start(self.plan, LATE)
+        self.outcomes += self.applier.outcomes
         LOGGER.info(one_line(self.outcomes))
         for outcome in self.outcomes:
             if not outcome.applied:
@@ -65,5 +61,5 @@ class Levers:
 
     def take_off(self) -> None:
         """Put everything back that can be: what acts while the program runs."""
-        self._applier.switch(())
+        self.applier.switch(())
         self._ledger.restore()

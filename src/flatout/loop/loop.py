@@ -15,29 +15,32 @@ micro-batch is the raw loop, bit for bit. Should memory run out in it, the step 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 from flatout.engine.applier import Outcome
 from flatout.engine.replay import needs_closure
-from flatout.loop.accumulation import HOW, Accumulation, detached
-from flatout.loop.batches import moved, split
-from flatout.loop.finite import Watch, first_bad_module
+from flatout.loop.accumulation import HOW
+from flatout.loop.autoplan import Autoplan, effects_of
+from flatout.loop.finite import Watch
+from flatout.loop.gradient import Gradient
 from flatout.loop.levers import Levers, plan_of
-from flatout.loop.memory import MicroBatches, OutOfMemory, Updates, is_out_of_memory, release
+from flatout.loop.memory import MicroBatches
 from flatout.loop.precision import Precision
-from flatout.loop.randomness import RandomState
-from flatout.loop.reduction import MEAN, SUM, Answer, Recogniser, understood
+from flatout.loop.ranks import ranks_of
+from flatout.loop.reduction import MEAN, SUM
 from flatout.loop.sizing import Sized, Sizer
 from flatout.loop.step import Rate, Step
+from flatout.loop.training import Training
+from flatout.loop.tuning import Tuned
+from flatout.loop.update import Update
 from flatout.loop.windows import windows
 from flatout.measure.clock import seconds
 from flatout.plan.errors import LoopError
 from flatout.plan.plan import Plan
+from flatout.plan.words import Effect
 
-LEANER = "foreach=False or fused=True needs less memory for a moment, so do smaller micro-batches (micro_batch=...)."
-WATCHED_STEPS = 8  # in which it is seen whether a step draws from `random` or numpy
+AUTO = "auto"
 
 
 class Loop:
@@ -57,10 +60,13 @@ class Loop:
                      size that fits, tried out in the first steps, none of which is wasted
     reduction        "mean" or "sum", where ``loss_fn`` cannot be tried out; None: it is tried out when a batch is first to be divided
     plan             a `flatout.Plan`, or the path of a flatout.toml: levers applied to these very objects. ``loop.outcomes`` says what of it
-                     holds, and what does not, because
+                     holds, and what does not, because. "auto": levers are tried out in the first steps, none of which is wasted; ``loop.tuned``,
+                     ``loop.plan`` say what was found
+    effects          what plan="auto" may change: "exact" (no bit) or "rounding" (the default: the same maths, rounded otherwise)
     scheduler        its ``step()`` is called after each optimizer step
     clip             the gradient's norm is clipped to this
-    precision        "float32" (whatever the model has), "bf16" or "fp16" (autocast, with a scaler for fp16)
+    precision        "float32" (whatever the model has), "tf32", "bf16" or "fp16" (autocast, with a scaler for fp16), "fp8" (torchao), "bf16-master" or
+                     "fp16-master": a model that is narrow itself, and an optimizer that has copies of its parameters in float32
     metrics          how the further scalars of micro-batches are joined: name -> "mean" (by samples, the default), "sum", "max", "min" or "last"
     on_nan           "stop": a loss that is NaN or infinite ends the loop, with the module that made it; "ignore" trains on. With fp16 a step that is
                      skipped is no reason to stop
@@ -70,9 +76,9 @@ class Loop:
     """
 
     def __init__(self, model: Any, optimizer: Any, loss_fn: Callable[[Any, Any], Any], loader: Iterable[Any], *, plan: Plan | str | Path | None = None,
-                 epochs: int = 1, steps: int | None = None, effective_batch: int | None = None, micro_batch: int | Literal["auto"] | None = None,
-                 reduction: str | None = None, scheduler: Any = None, clip: float | None = None, precision: str = "float32",
-                 metrics: Mapping[str, str] | None = None, on_nan: str = "stop", allow_inexact: bool = False) -> None:
+                 effects: str | None = None, epochs: int = 1, steps: int | None = None, effective_batch: int | None = None,
+                 micro_batch: int | Literal["auto"] | None = None, reduction: str | None = None, scheduler: Any = None, clip: float | None = None,
+                 precision: str = "float32", metrics: Mapping[str, str] | None = None, on_nan: str = "stop", allow_inexact: bool = False) -> None:
         import torch
 
         self.torch = torch
@@ -80,34 +86,38 @@ class Loop:
         self.parameters = _parameters(optimizer)
         self.device = self.parameters[0].device
         self.epochs, self.steps, self.effective_batch = _positive("epochs", epochs), _positive("steps", steps), _positive("effective_batch", effective_batch)
-        self.clip, self.metrics, self.allow_inexact = clip, dict(metrics or {}), allow_inexact
+        self.clip, self.metrics = clip, dict(metrics or {})
         if clip is not None and not clip > 0:
             raise LoopError(f"clip={clip!r} would stop all training; give the largest norm that a gradient may have, or leave it out.")
         if reduction not in (None, MEAN, SUM):
             raise LoopError(f'reduction={reduction!r}: it is "mean", "sum" or None.')
         if strange := {name: how for name, how in self.metrics.items() if how not in HOW}:
             raise LoopError(f"metrics={strange!r}: values of micro-batches are joined by one of {', '.join(HOW)}.")
-        self.reduction = reduction
-        self.precision = Precision(torch, precision, self.device, self.parameters)
-        self.micro_batches = MicroBatches(None if micro_batch == "auto" else _positive("micro_batch", micro_batch))
-        self._sizer = Sizer(torch, self.device, self.micro_batches) if micro_batch == "auto" else None
-        self._updates = Updates(torch, optimizer, self.parameters)
-        chosen = plan_of(plan)
-        self._levers = Levers(torch, chosen, model, optimizer, loss_fn, loader) if chosen.choices else None
-        self._late = self._levers  # until the first step is done
-        if self._levers is not None:
-            self.loader = self._levers.early(loader)
-        self.index = 0
-        self.epoch = 0
         if on_nan not in ("stop", "ignore"):
             raise LoopError(f'on_nan={on_nan!r}: it is "stop" or "ignore".')
-        self._finite = Watch(torch, self.device) if on_nan == "stop" and self.precision.scaler is None else None
+        self._ranks = ranks_of(torch, model)
+        rejoin = self._ranks.rejoin if self._ranks is not None else None
+        self.precision = Precision(torch, precision, model, optimizer, self.device, self.parameters, rejoin is not None)
+        training = Training(torch, model, model.module if rejoin is not None else model, optimizer, loss_fn, self.parameters, self.device, self.precision,
+                            self._ranks)
+        self.micro_batches = MicroBatches(None if micro_batch == "auto" else _positive("micro_batch", micro_batch))
+        agreed = self._ranks.slowest if self._ranks is not None else list
+        self._sizer = Sizer(torch, self.device, self.micro_batches, agreed) if micro_batch == "auto" else None
+        watch = Watch(torch, self.device) if on_nan == "stop" and self.precision.scaler is None else None
+        self._gradient = Gradient(training, self.micro_batches, self.metrics, reduction, allow_inexact, watch)
+        self._update = Update(training, clip)
+        self._plan = Plan() if plan == AUTO else plan_of(plan)
+        self._levers = Levers(torch, self._plan, model, optimizer, loss_fn, loader) if plan == AUTO or self._plan.choices else None
+        self._autoplan = self._tuned_by(effects) if plan == AUTO else None
+        if effects is not None and self._autoplan is None:
+            raise LoopError(f'effects={effects!r} narrows what plan="auto" may find; a plan that is given holds what it holds.')
+        self._late = self._levers if self._plan.choices else None  # until the first step is done
+        if self._late is not None:
+            self.loader = self._late.early(loader)
+        self.index = 0
+        self.epoch = 0
         self._rate = Rate()
-        self._draws_elsewhere = True  # until it was seen that steps draw from torch alone
-        self._drew_elsewhere = False
-        self._moves = self.device.type != "cpu"
-        distributed = torch.distributed
-        self._ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+        self._extras = self._around_a_step()
 
     def __iter__(self) -> Iterator[Step]:
         first = self.index
@@ -118,15 +128,40 @@ class Loop:
                 seen += len(window)
                 yield self._step(window, None if length is None else seen >= length)
                 if self.steps is not None and self.index - first >= self.steps:
+                    self._settle()
                     return
             if not seen:
                 raise LoopError("the loader gave no batch. An iterator can be gone through only once: give the loader itself, not iter(loader).")
             self.epoch += 1
+        self._settle()
+
+    def __repr__(self) -> str:
+        of = f" of {self.steps}" if self.steps is not None else ""
+        doing = ", trying out micro-batches" if self.sizing else ", trying out levers" if self.tuning else ""
+        made_of = f"{type(self.model).__name__}, {type(self.optimizer).__name__}"
+        return f"Loop({made_of}, {self.index} steps done{of}, epoch {self.epoch}, {self.plan.describe()}{doing})"
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """Of each choice of the plan: applied, or not, because. Complete after the first step."""
+        """Of each choice of the plan: applied, or not, because. Complete after the first step; with ``plan="auto"`` when it has been tuned."""
+        if self._autoplan is not None:
+            return self._autoplan.outcomes
         return self._levers.outcomes if self._levers is not None else []
+
+    @property
+    def plan(self) -> Plan:
+        """What holds: the plan that was given, or the one that ``plan="auto"`` has found, for ``plan=`` of the next run or `Plan.to_toml`."""
+        return self._autoplan.found.plan if self._autoplan is not None and self._autoplan.found is not None else self._plan
+
+    @property
+    def tuning(self) -> bool:
+        """Whether levers are still tried out."""
+        return self._autoplan is not None and self._autoplan.found is None
+
+    @property
+    def tuned(self) -> Tuned | None:
+        """With ``plan="auto"``: how each lever ended, with its ratio and interval, once that is known."""
+        return self._autoplan.found if self._autoplan is not None else None
 
     @property
     def sizing(self) -> bool:
@@ -139,153 +174,84 @@ class Loop:
         return self._sizer.found if self._sizer is not None else None
 
     def close(self) -> None:
-        """Take the levers off the model, the optimizer and the loader again, where that can be done. The Loop goes on without them."""
+        """Put the model, the optimizer, the loader and torch's switches back as they were, where that can be done. The Loop goes on without all that."""
+        if self._autoplan is not None:
+            self._autoplan.take_off()
         if self._levers is not None:
             self._levers.take_off()
+        if self.precision.masters is not None:
+            self.parameters[:] = [self.precision.masters.own_of(p) for p in self.parameters]
+        self.precision.close()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _tuned_by(self, effects: str | None) -> Autoplan:
+        if self._ranks is not None or self.precision.masters is not None:
+            why = "the ranks of one training" if self._ranks is not None else "an optimizer with master weights"
+            raise LoopError(f'plan="auto" cannot guard levers under {why}. Tune with `flatout tune COMMAND...` and give the plan that it writes.')
+        assert self._levers is not None
+        return Autoplan(self._levers.scene, self._levers.applier, self.model, self.optimizer, self.device, effects_of(effects or Effect.ROUNDING))
+
+    def _coming(self, batches: int) -> int | None:
+        """Steps that are to come at most, where that is known; each is made of so many batches."""
+        length = _length(self.loader)
+        known = [self.steps] if self.steps is not None else []
+        if length is not None:
+            known.append(self.epochs * length // batches)
+        return min(known) if known else None
+
+    def _settle(self) -> None:
+        """Hear how the last update went on the other ranks."""
+        if self._ranks is not None:
+            self._ranks.settle()
 
     # -- one step -----------------------------------------------------------------------------------------------------------
 
     def _step(self, window: list[tuple[Any, int]], ends_epoch: bool | None) -> Step:
-        optimizer = self.optimizer
         samples = window[0][1] if len(window) == 1 else sum(size for _, size in window)
-        sizer = self._sizer if self.sizing else None
-        if sizer is not None:
-            self._recognise(window)
-            sizer.step_begins(max(size for _, size in window))
-        others = self._draws_elsewhere
-        state = RandomState(self.torch, self.device, others)
-        lr = optimizer.param_groups[0]["lr"]
-        while True:
-            optimizer.zero_grad(set_to_none=True)
-            try:
-                loss, parts, values = self._gradients(window, samples)
-                break
-            except Exception as error:
-                if not is_out_of_memory(self.torch, error) or self._ranks > 1:  # one rank alone must not do a step again: the others wait in another place
-                    raise
-                failed = OutOfMemory.seen(error, self.micro_batches.largest(window))
-            # Outside of the except block: the exception is gone, and with it the frames that hold the step's tensors.
-            optimizer.zero_grad(set_to_none=True)
-            release(self.torch, self.device)
-            self._smaller(failed, window)
-            state.restore()
-        if others:
-            self._watch_draws(state)
-        if self.micro_batches.reduced and sizer is None:
-            self.micro_batches.went_well()
-        grad_norm = self._clip() if self.clip is not None else None
-        skipped = self._update()
+        lr = self.optimizer.param_groups[0]["lr"]
+        ends = self._begun(window) if self._extras else None
+        loss, parts, values = self._gradient.make(self.index, window, samples)
+        grad_norm = self._update.clipped() if self.clip is not None else None
+        skipped = self._update.make(self.index)
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
         step = Step(self.index, self.epoch, loss, lr, samples, parts, grad_norm, values, skipped, ends_epoch, self._rate)
-        if sizer is not None:
-            sizer.step_ends()
-        if self._late is not None:
-            self._late.late(parts)
-            self._late = None
+        if ends is not None:
+            ends(parts)
         self.index += 1
         self._rate.step(seconds(), samples)
         return step
 
-    def _gradients(self, window: list[tuple[Any, int]], samples: int) -> tuple[Any, int, dict[str, Any]]:
-        """The gradient of the whole effective batch in ``.grad``; its loss, the number of micro-batches, and further values."""
-        if len(window) == 1 and self.micro_batches.whole(window[0][1]):
-            answer = self._forward(self._on_device(window[0][0]))
-            if self._finite is not None:
-                self._stop_where_bad(self._finite, answer.loss, window[0][0])
-            self.precision.backward(answer.loss)
-            return answer.loss.detach(), 1, detached(answer.values)
-        self._recognise(window)
-        parts = [(part, size) for batch, whole in window for part, size in self._parts(batch, whole)]
-        sums = Accumulation(self.torch, self.precision, self.reduction == SUM, samples)
-        for at, (part, size) in enumerate(parts):
-            with self._no_sync() if at < len(parts) - 1 else nullcontext():
-                answer = self._forward(self._on_device(part))
-                if self._finite is not None and answer.count is None:
-                    self._stop_where_bad(self._finite, answer.loss, part)
-                sums.add(answer, size, last=at == len(parts) - 1)
-        return sums.loss(self.parameters), len(parts), sums.values(self.metrics)
+    def _begun(self, window: list[tuple[Any, int]]) -> Callable[[int], None]:
+        """What some Loops have around a step: ranks that must meet, copies of weights, sizes or levers that are tried out. Gives what ends it."""
+        sizer = self._sizer if self.sizing else None
+        tuner = self._autoplan if sizer is None and self.tuning else None
+        failures = len(self.micro_batches.failed)
+        if self._ranks is not None:
+            self._ranks.begin()
+        if sizer is not None:
+            self._gradient.divides(window)
+            sizer.step_begins(max(size for _, size in window))
+        if self.precision.masters is not None:
+            self.precision.masters.follow()
+        if tuner is not None:
+            tuner.step_begins()
 
-    def _update(self) -> str:
-        """The optimizer's step; why it was left out, or nothing. Out of memory before any weight or state has moved, it is tried once more."""
-        before = self._updates.stamp()
-        for _ in range(2):
-            try:
-                return self.precision.step(self.optimizer)
-            except Exception as error:
-                if not is_out_of_memory(self.torch, error):
-                    raise
-                failed = OutOfMemory.seen(error, 0)
-            release(self.torch, self.device)
-            if not self._updates.undo(before):
-                raise LoopError(f"the optimizer ran out of memory and may have begun to move weights ({failed.said}), so they may be those of half a step "
-                                f"and cannot be trusted: go on from your last save. {LEANER}")
-        raise LoopError(f"the optimizer ran out of memory, twice, before it had moved any weight ({failed.said}). {LEANER}")
+        def ends(parts: int) -> None:
+            if sizer is not None:
+                sizer.step_ends()
+            if tuner is not None:
+                tuner.step_ends(parts, len(self.micro_batches.failed) > failures, self._coming(len(window)))
+            if self._late is not None:
+                self._late.late(parts)
+                self._late = None
+            self._extras = self._around_a_step()
 
-    def _stop_where_bad(self, watch: Watch, loss: Any, batch: Any) -> None:
-        bad = watch.bad(self.index, loss)
-        if bad is None:
-            return
-        here = bad == self.index
-        late = f"the loss of step {bad} was not finite, which was known {self.index - bad} steps later"
-        said = f"the loss of step {bad} is {float(loss.detach())}" if here else late
-        where = first_bad_module(self.torch, self.model, lambda: self._given(self._on_device(batch)))
-        kept = "The weights are those before this step." if here else "The weights may be spoiled: go on from your last save."
-        raise LoopError(f"{said}: {where}. {kept} on_nan=\"ignore\" trains on.")
+        return ends
 
-    def _forward(self, batch: Any) -> Answer:
-        return understood(self._given(batch))
-
-    def _given(self, batch: Any) -> Any:
-        with self.precision.autocast():
-            return self.loss_fn(self.model, batch)
-
-    def _on_device(self, batch: Any) -> Any:
-        return moved(batch, self.device) if self._moves else batch
-
-    def _parts(self, batch: Any, size: int) -> Iterator[tuple[Any, int]]:
-        sizes = self.micro_batches.sizes(size)
-        return zip(split(batch, sizes), sizes, strict=True)
-
-    def _no_sync(self) -> Any:
-        """Ranks exchange gradients once a step."""
-        no_sync = getattr(self.model, "no_sync", None)
-        return no_sync() if no_sync is not None else nullcontext()
-
-    def _clip(self) -> Any:
-        self.precision.unscale(self.optimizer)
-        return self.torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
-
-    # -- what is learned on the way -----------------------------------------------------------------------------------------
-
-    def _recognise(self, window: list[tuple[Any, int]]) -> None:
-        if self.reduction is not None:
-            return
-        if self.allow_inexact:
-            self.reduction = MEAN
-            return
-        batch, size = window[0]
-        recogniser = Recogniser(self.torch, self.model, lambda part: self._given(self._on_device(part)))
-        self.reduction = recogniser.recognise(batch, size)
-
-    def _watch_draws(self, before: RandomState) -> None:
-        self._drew_elsewhere |= before.others_moved()
-        if self.index + 1 >= WATCHED_STEPS:
-            self._draws_elsewhere = self._drew_elsewhere
-
-    def _smaller(self, failed: OutOfMemory, window: list[tuple[Any, int]]) -> None:
-        """Smaller micro-batches from here on. Raises LoopError where there are none, or none that are exact."""
-        if failed.size <= 1:
-            raise LoopError(f"out of memory with a single sample: {failed.said}. {failed.what_would_fit()}") from None
-        if self.reduction is None:
-            try:
-                batch, size = window[0]
-                few = min(size, 2)
-                self._recognise([(split(batch, [few, size - few])[0] if size > few else batch, few)])
-            except LoopError as refusal:
-                raise LoopError(f"out of memory with {failed.size} samples ({failed.said}), and smaller micro-batches would change the gradient: "
-                                f"{refusal}") from None
-        self.micro_batches.shrink(failed.size)
+    def _around_a_step(self) -> bool:
+        return self._ranks is not None or self._late is not None or self.precision.masters is not None or self.sizing or self.tuning
 
 
 def _parameters(optimizer: Any) -> list[Any]:

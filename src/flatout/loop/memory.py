@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import traceback
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from flatout.loop.windows import cut
@@ -119,47 +118,3 @@ class Room:
         peak = self.torch.cuda.max_memory_reserved(self.device)
         self.torch.cuda.reset_peak_memory_stats(self.device)
         return self._retries == before and peak <= ROOM * self.total
-
-
-class Updates:
-    """Whether an optimizer that failed has changed anything.
-
-    In its first step, when state is made and memory is most likely to end, the norms of all parameters tell. Later on the writes that torch counts
-    for each tensor do (``_version``); fused steps are not counted, and foreach ones not everywhere: these are not trusted.
-    """
-
-    def __init__(self, torch: Any, optimizer: Any, parameters: list[Any]) -> None:
-        self.torch, self.optimizer, self.parameters = torch, optimizer, parameters
-        self._known = -1
-        self._state: list[Any] = []
-        self._counted = all(group.get("foreach") is False or parameters[0].device.type == "cpu" for group in optimizer.param_groups) and not any(
-            group.get("foreach") or group.get("fused") for group in optimizer.param_groups)
-
-    def stamp(self) -> tuple[int, Any]:
-        """How many parameters have state, and what shows that neither they nor it were written to; None where nothing would."""
-        state = self.optimizer.state
-        known = len(state)
-        if not known:
-            with self.torch.no_grad():
-                return 0, self.torch._foreach_norm(self.parameters)
-        if not self._counted:
-            return known, None
-        if known != self._known:
-            self._known = known
-            self._state = [tensor for each in state.values() if isinstance(each, dict) for tensor in each.values() if hasattr(tensor, "_version")]
-        return known, (sum(map(_version, self.parameters)), sum(map(_version, self._state)))
-
-    def undo(self, before: tuple[int, Any]) -> bool:
-        """Take away state that was only just made. False where something else may have changed, which nobody can undo."""
-        known, told = before
-        if known:
-            return told is not None and len(self.optimizer.state) == known and told == self.stamp()[1]
-        with self.torch.no_grad():
-            now = self.torch._foreach_norm(self.parameters)
-        if not all(self.torch.equal(a, b) for a, b in zip(told, now, strict=True)):
-            return False
-        self.optimizer.state.clear()
-        return True
-
-
-_version = attrgetter("_version")

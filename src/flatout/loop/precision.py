@@ -1,34 +1,65 @@
-"""The precision that a Loop computes in: the model's own, or autocast to bfloat16 or float16, the latter with a loss scale."""
+"""The precision that a Loop computes in, by name.
+
+    float32        whatever the model has
+    tf32           float32 whose matrix products and convolutions are multiplied in TF32, on GPUs that have it
+    bf16, fp16     autocast; weights stay in float32. fp16 with a loss scale
+    fp8            Linear layers multiply in 8 bits (torchao), everything else as bf16
+    bf16-master    the model itself is bfloat16 (or float16), the optimizer has copies of its parameters in float32
+    fp16-master    (`flatout.loop.masters`); fp16 with a loss scale
+"""
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from flatout.capture.ledger import Ledger
+from flatout.loop.fp8 import multiply_in_8_bits
+from flatout.loop.masters import Masters
 from flatout.plan.errors import LoopError
 
-NAMES = ("float32", "bf16", "fp16")
+LOGGER = logging.getLogger("flatout")
+NAMES = ("float32", "tf32", "bf16", "fp16", "fp8", "bf16-master", "fp16-master")
 INFINITE = "the scaled gradient was infinite or NaN; the loss scale was made smaller"
 
 
 class Precision:
-    def __init__(self, torch: Any, name: str, device: Any, parameters: list[Any]) -> None:
+    """``parameters`` are the optimizer's; with master copies they are those afterwards. ``together``: gradients of ranks meet inside the backward pass."""
+
+    def __init__(self, torch: Any, name: str, model: Any, optimizer: Any, device: Any, parameters: list[Any], together: bool = False) -> None:
         if name not in NAMES:
             raise LoopError(f"precision={name!r}: it is one of {', '.join(NAMES)}.")
         narrow = {str(p.dtype) for p in parameters if p.dtype in (torch.float16, torch.bfloat16)}
         if name == "fp16" and "torch.float16" in narrow:
             raise LoopError('precision="fp16" keeps weights in float32 and computes in float16, but parameters of this model are float16 already. '
-                            "Leave out model.half().")
-        self.torch, self.name, self.device = torch, name, device
-        self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
-        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
-        self._plain: AbstractContextManager[None] = nullcontext()
+                            'Leave out model.half(), or say precision="fp16-master".')
+        self.torch, self.name, self.device, self._ledger = torch, name, device, Ledger()
+        self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(name)
+        self.scaler = torch.amp.GradScaler(device.type) if name.startswith("fp16") else None
+        self.masters: Masters | None = None
+        if name == "tf32":
+            self._multiply_in_tf32()
+        if name == "fp8":
+            multiply_in_8_bits(torch, model, device, self._ledger)
+        if name.endswith("-master"):
+            self.masters = Masters.made(torch, optimizer, parameters, torch.float16 if self.scaler is not None else torch.bfloat16, self.name, together)
+            self._ledger.call("master weights", self.masters.close)
+        # Whether a forward pass, a backward pass and an update are nothing but that: no autocast, no loss scale, no copies. Read in every step.
+        self.plain = self._dtype is None and self.scaler is None and self.masters is None
+        self._nothing: AbstractContextManager[None] = nullcontext()
         self._stepped = 0
         self._counted = False
 
+    def close(self) -> None:
+        """Put back what was switched."""
+        self._ledger.restore()
+        self.masters = None
+        self.plain = self._dtype is None and self.scaler is None
+
     def autocast(self) -> AbstractContextManager[Any]:
         if self._dtype is None:
-            return self._plain
+            return self._nothing
         return self.torch.autocast(self.device.type, dtype=self._dtype)
 
     def backward(self, loss: Any) -> None:
@@ -36,23 +67,45 @@ class Precision:
             loss.backward()
         else:
             self.scaler.scale(loss).backward()
+        if self.masters is not None:
+            self.masters.collect_early()
 
     def unscale(self, optimizer: Any) -> None:
+        if self.masters is not None:
+            self.masters.collect()
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Any) -> str:
         """Why the optimizer did not step, or nothing."""
+        if self.masters is not None:
+            self.masters.collect()
         if self.scaler is None:
             optimizer.step()
-            return ""
-        if not self._counted:  # the scaler does not tell whether it has called the optimizer, and its scale is on the device
-            self._counted = True
-            optimizer.register_step_post_hook(self._count)
-        before = self._stepped
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        return "" if self._stepped > before else INFINITE
+        else:
+            if not self._counted:  # the scaler does not tell whether it has called the optimizer, and its scale is on the device
+                self._counted = True
+                self._ledger.call("step hook", optimizer.register_step_post_hook(self._count).remove)
+            before = self._stepped
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            if self._stepped == before:
+                return INFINITE
+        if self.masters is not None:
+            self.masters.hand_back()
+        return ""
 
     def _count(self, *_: Any) -> None:
         self._stepped += 1
+
+    def _multiply_in_tf32(self) -> None:
+        """Through the older family of flags, which keeps both in step; cuDNN's has one of its own."""
+        torch, ledger = self.torch, self._ledger
+        if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device)[0] < 8:
+            LOGGER.warning('precision="tf32" changes nothing here: NVIDIA GPUs have that mode from compute capability 8.0 on, and this is %s', self.device)
+        for owner in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+            ledger.set_flag(owner, "fp32_precision", owner.fp32_precision)  # undone last: setting "highest" leaves "ieee" behind
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        ledger.call("torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before))
+        ledger.set_flag(torch.backends.cudnn, "allow_tf32", True)

@@ -33,6 +33,12 @@ class RandomState:
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
 
+    def moved(self) -> bool:
+        """Whether torch's generators have been drawn from since."""
+        if not self._torch.equal(self._torch_state, self._torch.default_generator.get_state()):
+            return True
+        return self._of_device is not None and not self._torch.equal(self._of_device, self._torch.cuda.get_rng_state(self._device))
+
     def others_moved(self) -> bool:
         """Whether ``random`` or numpy have been drawn from since."""
         if self._python != _of_python():

@@ -8,7 +8,7 @@ best by a tenth. Then the best two are measured again in turns, because one run 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,10 +89,13 @@ def _duel(first: int, second: int) -> Generator[int, StepSeen, int]:
 
 
 class Sizer:
-    """Drives the search with the real steps: ``step_begins`` sets the micro-batch of a step, ``step_ends`` tells how it went."""
+    """Drives the search with the real steps: ``step_begins`` sets the micro-batch of a step, ``step_ends`` tells how it went.
 
-    def __init__(self, torch: Any, device: Any, micro_batches: MicroBatches) -> None:
-        self.micro_batches = micro_batches
+    ``agreed`` gives the largest of each number over all ranks, so that every rank is told the same and tries the same sizes.
+    """
+
+    def __init__(self, torch: Any, device: Any, micro_batches: MicroBatches, agreed: Callable[[list[float]], list[float]] = list) -> None:
+        self.micro_batches, self.agreed = micro_batches, agreed
         self.found: Sized | None = None
         self._clock, self._room = clock_for(torch, device.type), Room(torch, device)
         self._search: Sizing | None = None
@@ -101,7 +104,7 @@ class Sizer:
 
     def step_begins(self, size: int) -> None:
         if self._search is None:
-            self._search = fastest(size)
+            self._search = fastest(int(self.agreed([float(size)])[0]))
             self.micro_batches.limit = next(self._search)
         self._failed = len(self.micro_batches.failed)
         self._start = self._clock.mark()
@@ -111,8 +114,9 @@ class Sizer:
         end = self._clock.mark()
         self._clock.settle()
         fits = len(self.micro_batches.failed) == self._failed and self._room.left()
+        ms, too_large = self.agreed([self._clock.elapsed_ms(self._start, end), float(not fits)])
         try:
-            self.micro_batches.limit = self._search.send(StepSeen(self._clock.elapsed_ms(self._start, end), fits))
+            self.micro_batches.limit = self._search.send(StepSeen(ms, not too_large))
         except StopIteration as over:
             self.found = over.value
             self.micro_batches.settle_on(over.value.micro_batch)

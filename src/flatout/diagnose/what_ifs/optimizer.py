@@ -1,13 +1,10 @@
-"""What if updating the parameters cost nothing: the optimizer's step does nothing.
-
-Hooks of the step are called all the same, and so is a closure, once, because forward and backward may live in it.
-"""
+"""What if updating the parameters cost nothing: the optimizer's step does nothing (engine/idle.py)."""
 
 from __future__ import annotations
 
-from functools import update_wrapper
 from typing import Any
 
+from flatout.engine.idle import idle
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
@@ -23,25 +20,8 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     for optimizer in scene.optimizers:
-        ledger.set(optimizer, "step", _idle(scene.torch, optimizer), new=True)
+        idle(scene.torch, optimizer, ledger)
     return ledger.restore
-
-
-def _idle(torch: Any, optimizer: Any) -> Any:
-    from torch.optim import optimizer as hooks
-
-    def step(closure: Any = None, *args: Any, **kwargs: Any) -> Any:
-        for hook in (*hooks._global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
-            hook(optimizer, (closure,), kwargs)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for hook in (*optimizer._optimizer_step_post_hooks.values(), *hooks._global_optimizer_post_hooks.values()):
-            hook(optimizer, (closure,), kwargs)
-        return loss
-
-    return update_wrapper(step, optimizer.step)  # a scheduler looks for its mark on the function
 
 
 def code(value: Value) -> str:

@@ -1,0 +1,178 @@
+"""plan="auto": a Loop tunes itself in its first steps, each of which trains.
+
+First step     plain, as always
+next ones      plain, listened to by the guard's step replica
+then           for each live lever: the guard does the heard steps again on copies, with the lever; only one that passes is switched on and off
+               between real steps (`flatout.loop.tuning`)
+
+The guard comes before the contest, because the contest's steps count. It is the part of the guard that one process can run: gradients beside float64,
+updates and outputs, bit by bit for levers that claim to change none. Loss curves of other seeds are what `flatout tune` adds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.pickles import keep_out_of_pickles
+from flatout.engine.applier import Applier, Outcome
+from flatout.engine.replica import StepReplica
+from flatout.loop.levers import BEFORE_THE_PROGRAM
+from flatout.loop.randomness import kept_random_state
+from flatout.loop.tuning import NEEDS_MEMORY, Search, StepSeen, Tried, Tuned, bound, search
+from flatout.measure.clock import clock_for
+from flatout.plan.errors import LoopError
+from flatout.plan.lever import Lever, Options, Skip
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.words import Effect, Moment, Origin
+from flatout.trial.blocks import SLOW_TICK_MS
+
+LOGGER = logging.getLogger("flatout")
+VALUES = 2  # of a lever: the likeliest
+
+
+def effects_of(asked: str) -> frozenset[Effect]:
+    """What a tuned plan may change. Raises LoopError for anything that a Loop cannot guard by itself."""
+    if asked not in (Effect.EXACT, Effect.ROUNDING):
+        raise LoopError(f'effects={asked!r}: it is "exact" (every bit stays) or "rounding" (the same maths, rounded otherwise).')
+    return frozenset(effect for effect in Effect if effect.rank <= Effect(asked).rank)
+
+
+class Autoplan:
+    """``step_begins`` makes the levers of a step hold, ``step_ends`` tells how it went. ``found`` is None while it is being tuned."""
+
+    def __init__(self, scene: Any, applier: Applier, model: Any, optimizer: Any, device: Any, effects: frozenset[Effect]) -> None:
+        self.scene, self.applier, self.model, self.optimizer, self.device, self.effects = scene, applier, model, optimizer, device, effects
+        self.found: Tuned | None = None
+        self._clock = clock_for(scene.torch, device.type)
+        self._ledger = Ledger()
+        self._replica: StepReplica | None = None
+        self._search: Search | None = None
+        self._left_out: list[Tried] = []
+        self._holds: tuple[Choice, ...] = ()
+        self._failed = ""
+        self._inside = False
+        self._budget = self._used = 0
+        self._start: Any = None
+
+    # -- the steps ----------------------------------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        self._inside = True
+        self._start = self._clock.mark()
+
+    def step_ends(self, parts: int, ran_out: bool, coming: int | None) -> None:
+        """``coming``: the steps after this one, where somebody knows."""
+        self._inside = False
+        end = self._clock.mark()
+        if self._replica is None:
+            self._budget = bound(coming)
+            self._listen(parts)
+        elif self._search is None:
+            self.scene.steps += 1
+            self._used += 1
+            self._replica.optimizer_begin(self.optimizer)
+            if self._replica.captured:
+                self._ledger.restore()
+                self._search = search(self._candidates(), self._budget - self._used, self._refused)
+                self._go_on(None)
+        else:
+            self._used += 1
+            self._clock.settle()
+            failed = self._failed or (NEEDS_MEMORY if ran_out else "")
+            self._go_on(StepSeen(self._clock.elapsed_ms(self._start, end), failed))
+
+    def _go_on(self, seen: StepSeen | None) -> None:
+        assert self._search is not None
+        try:
+            wanted = next(self._search) if seen is None else self._search.send(seen)
+        except StopIteration as over:
+            self._end(over.value)
+            return
+        self._switch(wanted)
+
+    def _switch(self, wanted: tuple[Choice, ...]) -> None:
+        if wanted != self._holds or self._failed:
+            self._failed = "; ".join(outcome.reason for outcome in self.applier.switch(wanted) if not outcome.applied)
+            self._holds = wanted
+
+    def _end(self, tried: list[Tried]) -> None:
+        kept = tuple(Choice(each.choice.name, each.choice.value, Origin.TUNER, each.evidence) for each in tried if each.kept)
+        self._switch(tuple(each.choice for each in tried if each.kept))
+        self._replica = None  # its copies of the model go
+        self.found = Tuned(Plan(kept), (*tried, *self._left_out), self._used)
+        for each in tried:
+            LOGGER.info(each.sentence())
+        LOGGER.info(self.found.sentence())
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """Of each lever; of one with several values, of each that was measured."""
+        return [Outcome(each.choice, each.kept, "" if each.kept else each.reason) for each in self.found.tried] if self.found is not None else []
+
+    def take_off(self) -> None:
+        self._ledger.restore()
+        self._switch(())
+        if self.found is None:
+            self.found = Tuned(Plan(), (), self._used)
+
+    # -- the guard ----------------------------------------------------------------------------------------------------------
+
+    def _listen(self, parts: int) -> None:
+        self.scene.first_step_done(parts)
+        slow = self._clock.elapsed_ms(self._start, self._clock.mark()) > SLOW_TICK_MS
+        self._replica = StepReplica(self.scene, self.applier, (), slow)
+        keep_out_of_pickles(self.scene.torch, self._ledger, Autoplan)
+        self._ledger.call("forward pre-hook", self.model.register_forward_pre_hook(self._forward_begins, with_kwargs=True, prepend=True).remove)
+        self._ledger.call("forward hook", self.model.register_forward_hook(self._forward_ended).remove)
+
+    def _forward_begins(self, model: Any, args: tuple, kwargs: dict) -> None:
+        if self._inside and self._replica is not None and self.scene.torch.is_grad_enabled():
+            self._replica.forward_begin(model, args, kwargs)
+
+    def _forward_ended(self, model: Any, args: tuple, output: Any) -> None:
+        if self._inside and self._replica is not None and self.scene.torch.is_grad_enabled():
+            self._replica.forward_end(model, output)
+
+    def _refused(self, choices: Sequence[Choice], effect: Effect) -> str:
+        """Why the guard does not let these levers pass, or nothing. Levers are off meanwhile: some act on the whole process."""
+        assert self._replica is not None
+        self._switch(())
+        with kept_random_state(self.scene.torch, self.device):
+            told = self._replica.judge(choices, bitwise=effect is Effect.EXACT)
+        if "failure" in told:
+            return f"it could not be checked: {told['failure']}"
+        failed = [each["why"] for each in told["checks"] if not each["passed"]]
+        return f"the guard refused it: {'; '.join(failed)}" if failed else ""
+
+    # -- the levers ---------------------------------------------------------------------------------------------------------
+
+    def _candidates(self) -> list[tuple[Choice, Effect]]:
+        found = []
+        for name, options in self.applier.options().items():
+            lever = self.applier.table[name]
+            effect = (options.effect or lever.effect) if isinstance(options, Options) else lever.effect
+            reason = options.reason if isinstance(options, Skip) else self._left_alone(lever, effect)
+            if reason or isinstance(options, Skip):
+                self._left_out.append(Tried(Choice(name, True if isinstance(options, Skip) else options.values[0], Origin.TUNER), effect, False, reason))
+            else:
+                found += [(Choice(name, value, Origin.TUNER), effect) for value in options.values[:VALUES]]
+        return found
+
+    def _left_alone(self, lever: Lever, effect: Effect) -> str:
+        if lever.moment is Moment.PROCESS:
+            return BEFORE_THE_PROGRAM
+        if lever.moment is Moment.LOADER:
+            return "it is decided before the first batch is fetched: `flatout tune` measures it, and a plan with it applies it"
+        if lever.warms_up:
+            return "its first steps are slow and must be paid back: `flatout tune` measures whether they are"
+        if not lever.live:
+            return "it cannot be switched between two steps: `flatout tune` measures it"
+        if lever.saves_memory:
+            return "it gives time for memory: a plan with it applies it"
+        if effect not in self.effects:
+            return f"its effect here is {effect}, which was not asked for"
+        return ""
+

@@ -1,0 +1,47 @@
+"""Linear layers that multiply in 8 bits, by torchao: forward and both products of backward, scaled per tensor, weights kept as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.capture.ledger import Ledger
+from flatout.plan.errors import LoopError
+
+MULTIPLE = 16  # of both sides of a product; the hardware's instruction takes nothing else
+CAPABILITY = (8, 9)  # Ada and Hopper brought the instruction
+
+
+def multiply_in_8_bits(torch: Any, model: Any, device: Any, ledger: Ledger, emulate: bool = False) -> list[str]:
+    """Replace the Linear layers of ``model`` whose sizes allow it, with the same parameters; their names. The ledger puts them back.
+
+    ``emulate`` computes what the hardware would, slowly, on any device. Raises LoopError where torchao, the hardware or such a layer is missing.
+    """
+    if not emulate:
+        _refuse_other_hardware(torch, device)
+    try:
+        from torchao.float8 import Float8LinearConfig
+        from torchao.float8.float8_linear import Float8Linear
+    except ImportError as error:
+        raise LoopError(f'precision="fp8" needs torchao, which is not to be had here ({error}). pip install torchao') from None
+    config = Float8LinearConfig(emulate=emulate)
+    found = [(owner, short, child, f"{name}.{short}" if name else short) for name, owner in model.named_modules() for short, child in owner.named_children()
+             if type(child) is torch.nn.Linear and not child.in_features % MULTIPLE and not child.out_features % MULTIPLE]
+    if not found:
+        raise LoopError(f'precision="fp8" is for Linear layers whose sizes are multiples of {MULTIPLE}, and this model has none. '
+                        'precision="bf16" is for every model.')
+    made: dict[int, Any] = {}  # a layer that stands in two places stays one
+    for owner, short, child, _ in found:
+        if id(child) not in made:
+            made[id(child)] = Float8Linear.from_float(child, config)
+            made[id(child)].train(child.training)
+        ledger.set_item(owner._modules, short, made[id(child)])
+    return [name for *_, name in found]
+
+
+def _refuse_other_hardware(torch: Any, device: Any) -> None:
+    if device.type != "cuda":
+        raise LoopError(f'precision="fp8" needs a GPU that multiplies in 8 bits, and this model is on {device}. precision="bf16" works on every device.')
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < CAPABILITY:
+        major, minor = torch.cuda.get_device_capability(device)
+        raise LoopError(f'precision="fp8" needs compute capability {CAPABILITY[0]}.{CAPABILITY[1]} (Ada, Hopper or later), and '
+                        f'{torch.cuda.get_device_name(device)} has {major}.{minor}. precision="bf16" is its fast one.')

@@ -1,0 +1,185 @@
+"""The gradient of one effective batch in ``.grad``, whatever happens on the way to it.
+
+A batch that fits is one forward and one backward pass, as in a raw loop. What does not fit, or is made of several batches, is accumulated from
+micro-batches. Where memory runs out, all is done again from the start, with the same random state, in smaller ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from math import isfinite
+from typing import Any
+
+from flatout.loop.accumulation import Accumulation, detached
+from flatout.loop.batches import moved, split
+from flatout.loop.finite import Watch, first_bad_module
+from flatout.loop.memory import MicroBatches, OutOfMemory, is_out_of_memory, release
+from flatout.loop.randomness import RandomState
+from flatout.loop.reduction import MEAN, SUM, Recogniser, understood
+from flatout.loop.training import Training
+from flatout.plan.errors import LoopError
+
+WATCHED_STEPS = 8  # the first ones, in which it is seen which generators a step draws from
+WATCHED_AGAIN = 64  # one step in so many, where none drew: dropout may be switched on later
+
+Window = list[tuple[Any, int]]  # batches of one effective batch, each with its samples
+
+
+class Gradient:
+    """``reduction`` is "mean" or "sum", or None until it was tried out. ``watch`` is None where NaN is no reason to stop."""
+
+    def __init__(self, training: Training, micro_batches: MicroBatches, metrics: Mapping[str, str], reduction: str | None, allow_inexact: bool,
+                 watch: Watch | None) -> None:
+        self.training, self.micro_batches, self.metrics = training, micro_batches, metrics
+        self.reduction, self.allow_inexact, self._watch = reduction, allow_inexact, watch
+        self._tensor = training.torch.Tensor
+        self._reads_losses = watch is not None and not watch.waits
+        self._moves = training.device.type != "cpu"
+        self._draws = self._draws_elsewhere = False  # from torch's generators, from `random` or numpy
+
+    def make(self, index: int, window: Window, samples: int) -> tuple[Any, int, dict[str, Any]]:
+        """The loss of the whole effective batch, the number of micro-batches, and further values. Raises LoopError."""
+        training = self.training
+        optimizer, ranks, masters = training.optimizer, training.ranks, training.precision.masters
+        watched = index < WATCHED_STEPS
+        state = None
+        if self._draws or self._draws_elsewhere or watched or not index % WATCHED_AGAIN:
+            state = RandomState(training.torch, training.device, others=watched or self._draws_elsewhere)
+        while True:
+            optimizer.zero_grad(set_to_none=True)
+            failed = None
+            try:
+                limit = self.micro_batches.limit
+                fits = len(window) == 1 and (limit is None or window[0][1] <= limit)
+                made = self._whole(index, window[0][0]) if fits else self._accumulated(index, window, samples)
+                if state is not None and not self._draws:
+                    self._draws = state.moved()
+            except Exception as error:
+                if not is_out_of_memory(training.torch, error):
+                    if ranks is not None:
+                        ranks.end(error)
+                    raise
+                failed = OutOfMemory.seen(error, self.micro_batches.largest(window))
+            # Outside of the except block: the exception is gone, and with it the frames that hold the step's tensors.
+            if failed is not None:
+                release(training.torch, training.device)
+            if ranks is not None:
+                failed = ranks.agree(failed)
+            if failed is None:
+                break
+            optimizer.zero_grad(set_to_none=True)
+            if masters is not None:
+                masters.forget()
+            self._agree_on(partial(self._smaller, failed, window))
+            if state is not None:
+                state.restore()
+        if watched and state is not None:
+            self._draws_elsewhere |= state.others_moved()
+        return made
+
+    def divides(self, window: Window) -> None:
+        """Batches are to be divided: say whether they can be, on all ranks. Raises LoopError."""
+        self._agree_on(partial(self._recognise, window))
+
+    def _accumulated(self, index: int, window: Window, samples: int) -> tuple[Any, int, dict[str, Any]]:
+        self._recognise(window)
+        training, sizes = self.training, self.micro_batches.sizes
+        parts = [pair for batch, whole in window for pair in zip(split(batch, sizes(whole)), sizes(whole), strict=True)]
+        sums = Accumulation(training.torch, training.precision, self.reduction == SUM, samples, training.ranks.rejoin if training.ranks is not None else None)
+        for at, (part, size) in enumerate(parts):
+            with self._no_sync() if at < len(parts) - 1 else nullcontext():
+                answer = understood(self._loss_of(self._on_device(part), training.model))
+                if self._watch is not None and answer.count is None:
+                    self._stop_where_bad(self._watch, index, answer.loss, part)
+                sums.add(answer, size, last=at == len(parts) - 1)
+        return sums.loss(training.parameters), len(parts), sums.values(self.metrics)
+
+    def _whole(self, index: int, batch: Any) -> tuple[Any, int, dict[str, Any]]:
+        """As a raw loop does it. Every step comes through here, so what is not needed is not called."""
+        training, plain = self.training, self.training.precision.plain
+        if self._moves:
+            batch = self._on_device(batch)
+        given = training.loss_fn(training.model, batch) if plain else self._loss_of(batch, training.model)
+        if type(given) is self._tensor:
+            loss, values = given, {}
+        else:
+            answer = understood(given)
+            loss, values = answer.loss, detached(answer.values)
+        if self._watch is not None and not (self._reads_losses and isfinite(loss.item())):
+            self._stop_where_bad(self._watch, index, loss, batch)
+        if plain:
+            loss.backward()
+        else:
+            training.precision.backward(loss)
+        return loss.detach(), 1, values
+
+    def _loss_of(self, batch: Any, model: Any) -> Any:
+        with self.training.precision.autocast():
+            return self.training.loss_fn(model, batch)
+
+    def _alone(self, batch: Any) -> Any:
+        """What loss_fn gives, of what one rank may call without the others."""
+        return self._loss_of(self._on_device(batch), self.training.alone)
+
+    def _on_device(self, batch: Any) -> Any:
+        return moved(batch, self.training.device) if self._moves else batch
+
+    def _no_sync(self) -> Any:
+        """Ranks exchange gradients once a step."""
+        no_sync = getattr(self.training.model, "no_sync", None)
+        return no_sync() if no_sync is not None else nullcontext()
+
+    def _stop_where_bad(self, watch: Watch, index: int, loss: Any, batch: Any) -> None:
+        bad = watch.bad(index, loss)
+        if bad is None:
+            return
+        here = bad == index
+        late = f"the loss of step {bad} was not finite, which was known {index - bad} steps later"
+        said = f"the loss of step {bad} is {float(loss.detach())}" if here else late
+        where = first_bad_module(self.training.torch, self.training.alone, lambda: self._alone(batch))
+        kept = "The weights are those before this step." if here else "The weights may be spoiled: go on from your last save."
+        raise LoopError(f"{said}: {where}. {kept} on_nan=\"ignore\" trains on.")
+
+    # -- what is learned on the way -----------------------------------------------------------------------------------------
+
+    def _recognise(self, window: Window) -> None:
+        if self.reduction is not None:
+            return
+        if self.allow_inexact:
+            self.reduction = MEAN
+            return
+        batch, size = window[0]
+        self.reduction = Recogniser(self.training.torch, self.training.alone, self._alone).recognise(batch, size)
+
+    def _agree_on(self, decide: Callable[[], None]) -> None:
+        """What divides batches is decided on all ranks or on none."""
+        refusal = None
+        try:
+            decide()
+        except LoopError as error:
+            refusal = error
+        if self.training.ranks is not None:
+            self.training.ranks.one_answer(str(self.reduction), str(refusal or ""))
+        if refusal is not None:
+            raise refusal
+
+    def _smaller(self, failed: OutOfMemory, window: Window) -> None:
+        """Smaller micro-batches from here on. Raises LoopError where there are none, or none that are exact."""
+        if failed.size <= 1:
+            raise LoopError(f"out of memory with a single sample: {failed.said}. {failed.what_would_fit()}") from None
+        if self.reduction is None:
+            try:
+                self._recognise(list(_few(window)))
+            except LoopError as refusal:
+                raise LoopError(f"out of memory with {failed.size} samples ({failed.said}), and smaller micro-batches would change the gradient: "
+                                f"{refusal}") from None
+        self.micro_batches.shrink(failed.size)
+
+
+def _few(window: Window) -> Iterator[tuple[Any, int]]:
+    """Two samples, which have room where a batch has not."""
+    batch, size = window[0]
+    few = min(size, 2)
+    yield (split(batch, [few, size - few])[0] if size > few else batch), few

@@ -1,0 +1,25 @@
+"""What a Loop trains with, in one place for those who make a step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.loop.precision import Precision
+from flatout.loop.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Training:
+    """``alone`` is the model as one rank may call it without the others; ``parameters`` are those that the optimizer has (master copies included)."""
+
+    torch: Any
+    model: Any
+    alone: Any
+    optimizer: Any
+    loss_fn: Callable[[Any, Any], Any]
+    parameters: list[Any]
+    device: Any
+    precision: Precision
+    ranks: Ranks | None
