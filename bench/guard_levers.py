@@ -364,6 +364,8 @@ GOOD: tuple[Lever, ...] = (
     _good("autocast", "bfloat16", _runs_in_bf16),
     OF_SHELF["compile"],
     OF_SHELF["fused_ops"],
+    _good("recompute", {"ops": "linear", "share": 1.0}),
+    _good("inplace", True, with_layer("ReLU")),
     OF_SHELF["fused_optimizer"],
     _good("fused_optimizer", "foreach", with_optimizer, "foreach_optimizer"),
     _lever("zero_grad_none", EXACT, zero_grad_none, with_optimizer),
@@ -383,6 +385,9 @@ BAD: tuple[Lever, ...] = (
     _bad("channels_last", with_images),  # height read as width
     _bad("compile", with_layer("BatchNorm", "Dropout")),  # batch statistics frozen
     _bad("fused_ops", with_layer("Embedding")),  # no gradient from the last rows
+    _bad("recompute"),  # what is saved is kept in half of its bits
+    _bad("offload"),  # what is saved is read before the last quarter has come back
+    _bad("inplace", with_layer("ReLU")),  # the gradient passes where the activation had cut it off
     _bad("fused_optimizer", with_optimizer),  # learning rate doubled
     _bad("loader", with_images),  # images brighter
     _bad("cached_prefix", with_images),  # the neighbour's samples

@@ -41,17 +41,23 @@ THEMES = (
     ("data", "python bench/data.py", "What the data path brings: the loader alone and in training, beside a batch that is ready and other libraries"),
     ("curves", "python bench/curves.py FOLDER", "Learning curves of a CIFAR-10 script, transforms one by one and batched: three seeds each"),
     ("regret", "python bench/regret.py", "How far the chosen plan is from the best of an exhaustive search"),
+    ("batch", "python bench/batch.py", "How far the batch size called fastest is from the best of a sweep; accumulation as computed and as measured"),
+    ("memory_prediction", "python bench/memory_prediction.py [DIR]", "A step's peak memory, foretold without computing, beside the allocator's own events"),
     ("what_ifs", "python bench/what_ifs.py", "What-if bounds of a profile beside what really removing the thing brings"),
     ("zoo", "python bench/zoo.py", "Whether diagnosis names the fault that was planted: named first with its line, false alarms on healthy twins"),
+    ("loop", "python bench/loop.py", "What a loop costs that somebody else drives: `flatout.Loop` and other libraries beside the raw loop"),
+    ("loop_faults", "python bench/loop_faults.py", "Out of memory injected at hundreds of places of a training with the Loop, one rank of two among them"),
     ("guard", "python bench/guard.py", "False accepts and false rejects of the guard"),
     ("explain", "python bench/explain.py", "Failures really provoked: explained live and from their text, mends tried; recorded ones of what needs a GPU"),
     ("kernels", "python bench/kernels.py", "Each kernel against its reference, torch.compile and the device's own roofline"),
     ("kernels_gpu", "python bench/gpu/kernels.py", "The kernels on a GPU: bandwidth, memory, time, beside torch and Liger-Kernel"),
+    ("memory", "python bench/memory.py", "What saves memory and what it costs: activations computed again, accumulation in the Loop"),
+    ("memory_gpu", "python bench/gpu/memory.py", "Frontier of recompute and batch size, out of memory for real, the batch finder beside a sweep: a 124M GPT"),
     ("diagnosis_gpu", "python bench/gpu/diagnosis.py", "A profile on a GPU beside torch's events, sync debug mode, Nsight Compute; a leak, an out-of-memory"),
     ("tutorial", "python bench/gpu/tutorial.py", "ResNet-18 at 32x32: the tutorial, the informed one-liners, flatout"),
     ("gpt", "python bench/gpu/gpt.py", "GPT-2 124M in plain float32: as it is, the informed one-liners, flatout"),
 )
-NEEDS_GPU = {"kernels_gpu", "diagnosis_gpu", "tutorial", "gpt"}
+NEEDS_GPU = {"kernels_gpu", "memory_gpu", "diagnosis_gpu", "tutorial", "gpt"}
 COLUMNS_OF_INDEX = ("theme", "question", "device", "date", "page", "made by")
 
 

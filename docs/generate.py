@@ -1,11 +1,12 @@
-"""Writes the pages that come from the code: one for every rule and every kind of failure, with an index of each, and the doctor's checks.
+"""Writes the pages that come from the code: one for every rule and every kind of failure, with an index of each, the doctor's checks, and
+the templates.
 
     python docs/generate.py            writes them
     python docs/generate.py --check    only says which are not up to date, and leaves with 1 where any is not
 
 A shelf is a folder below docs/ and a table of things that have a ``code``, a ``name``, a ``title``, a ``severity``, the names of their
 ``sections`` and ``section(name)``, the text of one. Another kind of page is one more line in SHELVES. The doctor's checks are one page
-(doctor_page.py).
+(doctor_page.py), the templates another (templates_page.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
 import doctor_page  # noqa: E402
+import templates_page  # noqa: E402
 
 from flatout.diagnose import failures, rules  # noqa: E402
 
@@ -94,7 +96,7 @@ def index(shelf: Shelf) -> str:
 
 def pages(shelves: Iterable[Shelf] = SHELVES) -> dict[Path, str]:
     """Every file with its text."""
-    made = {HERE / "doctor.md": doctor_page.page()}
+    made = {HERE / "doctor.md": doctor_page.page(), HERE / "templates.md": templates_page.page()}
     for shelf in shelves:
         made[HERE / shelf.folder / "README.md"] = index(shelf)
         made.update({HERE / shelf.folder / f"{entry.code}.md": page(entry) for entry in shelf.table})

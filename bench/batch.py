@@ -1,0 +1,140 @@
+"""How good the advice of `flatout batch` is, beside a sweep that measures every size on its own.
+
+For each program `flatout batch` is given the sizes and a moderate budget. Apart from it, every size runs in fresh processes, one after another and back again,
+so many rounds; a size's throughput is the median of its rounds.
+
+    regret   the best throughput of the sweep over that of the size that was called fastest (and of the one called enough), minus 1.
+             Goals: at most 5 % for the fastest; `enough` may lose 5 % more, which is what it gives away by definition
+    kept     what was computed for the effective batch kept by accumulation, over what a program measures that really accumulates
+             (bench/programs/accumulating.py). Goal: within 10 %
+
+Baseline of all ratios: the same program at its own size. On a GPU the sweep is the exhaustive one that a batch finder is to be judged by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from provenance import ROOT, markdown_table, stamp, write_result
+
+from flatout.cli.arguments import Duration
+from flatout.launch.command import understand
+from flatout.measure.clock import seconds
+from flatout.plan.batch import BatchRecord
+from flatout.plan.facts import Facts
+from flatout.plan.folder import JobFolder
+from flatout.plan.plan import Choice, Plan
+from flatout.probe.machine import look
+from flatout.trial.parent import Trial, measure
+from flatout.tune.batch_curve import BatchCurve, Wishes
+
+ACCUMULATING = "bench/programs/accumulating.py"
+OWN = 256
+PROGRAMS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+    "accumulating": ((ACCUMULATING, "--batch", str(OWN)), (32, 64, 128, 512)),
+    "mlp": (("examples/mlp.py", "--epochs", "1000000"), (16, 32, 128, 256)),
+    "cnn": (("examples/cnn.py", "--epochs", "10000"), (16, 32, 128, 256)),
+}
+GOAL, GOAL_KEPT = 0.05, 0.10
+STEPS = 60
+LONGEST_S = 120.0
+
+
+def advice(argv: list[str], sizes: tuple[int, ...], budget_s: float, job: JobFolder, facts: Facts) -> BatchRecord:
+    record = BatchRecord(argv, str(ROOT))
+    return BatchCurve(understand(argv), job, facts, record, Wishes(sizes, budget_s)).run()
+
+
+def samples_per_s(argv: list[str], plan: Plan, job: JobFolder, facts: Facts) -> float | None:
+    """Of one fresh process; None where it did not come through."""
+    with Trial(understand(argv), job.new_trial(), plan, facts) as trial:
+        return measure(trial, STEPS, seconds() + LONGEST_S).samples_per_s
+
+
+def sweep(runs: dict[str, tuple[list[str], Plan]], rounds: int, job: JobFolder, facts: Facts) -> dict[str, list[float]]:
+    """Every run once a round, the order turned round each time."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for at in range(rounds):
+        for name in list(runs) if at % 2 == 0 else list(runs)[::-1]:
+            rate = samples_per_s(*runs[name], job, facts)
+            if rate is not None:
+                found[name].append(rate)
+        print(f"    round {at + 1} of {rounds}", file=sys.stderr, flush=True)
+    return found
+
+
+def measure_program(name: str, budget_s: float, rounds: int, facts: Facts) -> dict[str, Any]:
+    (script, *arguments), sizes = PROGRAMS[name]
+    argv = ["python", str(ROOT / script), *arguments]
+    place = Path(tempfile.mkdtemp(prefix="batch-"))
+    try:
+        job = JobFolder(place / "job").make()
+        record = advice(argv, sizes, budget_s, job, facts)
+        if record.why_no_curve or record.own is None:
+            return {"record": record.to_json(), "sweep": {}}
+        loader = record.loader or 0
+        runs = {str(size): (argv, Plan((Choice("batch_size", {"size": size, "loader": loader}),)) if size != record.own else Plan())
+                for size in sorted({*sizes, record.own})}
+        if script == ACCUMULATING:
+            runs |= {f"{size} x {OWN // size}": (["python", str(ROOT / script), "--batch", str(size), "--parts", str(OWN // size)], Plan())
+                     for size in sizes if size < OWN}
+        return {"record": record.to_json(), "sweep": sweep(runs, rounds, job, facts)}
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def regret(entry: dict[str, Any], size: int | None) -> float | None:
+    rates = {name: median(found) for name, found in entry["sweep"].items() if found and name.isdigit()}
+    return max(rates.values()) / rates[str(size)] - 1 if rates and str(size) in rates else None
+
+
+def kept(entry: dict[str, Any]) -> list[tuple[int, float, float]]:
+    """Size, the computed speed and the measured one, both against the own size."""
+    record, rates = BatchRecord.from_json(entry["record"]), {name: median(found) for name, found in entry["sweep"].items() if found}
+    return [(point.size, point.kept_speed.median, rates[f"{point.size} x {OWN // point.size}"] / rates[str(record.own)]) for point in record.points
+            if point.kept_speed is not None and f"{point.size} x {OWN // point.size}" in rates and str(record.own) in rates]
+
+
+def page(programs: dict[str, dict[str, Any]]) -> str:
+    def spelled(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1%}"
+
+    rows = [(name, entry["record"]["own"], entry["record"]["best"], spelled(regret(entry, entry["record"]["best"])), entry["record"]["enough"],
+             spelled(regret(entry, entry["record"]["enough"])), max(map(len, entry["sweep"].values()), default=0)) for name, entry in programs.items()]
+    header = ("program", "own size", "called fastest", "regret", "called enough", "regret", "n")
+    parts = ["# Batch sizes: the advice beside a sweep\n", markdown_table(header, rows),
+             f"\nRegret: best of the sweep over the size named, minus 1. Goal: {GOAL:.0%} for the fastest, {2 * GOAL:.0%} for enough.\n"]
+    found = [(name, size, f"{a:.3f}", f"{b:.3f}", f"{a / b - 1:+.1%}") for name, entry in programs.items() for size, a, b in kept(entry)]
+    if found:
+        parts += [markdown_table(("program", "micro-batch", "computed, times the own size", "measured in a program that accumulates", "error"), found),
+                  f"\nGoal: within {GOAL_KEPT:.0%}."]
+    return "\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("programs", nargs="*", default=list(PROGRAMS), help=f"some of {', '.join(PROGRAMS)}")
+    parser.add_argument("--budget", default="3m", help="of `flatout batch`, for each program")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None, help="where to write in place of bench/results")
+    asked = parser.parse_args()
+    unknown = set(asked.programs) - set(PROGRAMS)
+    if unknown:
+        parser.error(f"there is no program {', '.join(sorted(unknown))}; there are {', '.join(PROGRAMS)}")
+    facts, made, found = look(), stamp(), {}
+    for name in asked.programs:
+        print(f"{name}", file=sys.stderr, flush=True)
+        found[name] = measure_program(name, Duration().convert(asked.budget, None, None), asked.rounds, facts)
+    print(page(found))
+    text, _ = write_result("batch", made, page(found), {"programs": found}, **({"folder": asked.folder} if asked.folder else {}))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Trainings with `flatout.Loop` in which memory runs out at one place: ``faults.py PHASE EVERY|MIB RANK FOLDER``. One JSON record a line.
+
+Read by bench/loop_faults.py, where the verdicts are explained.
+"""
+
+import gc
+import json
+import resource
+import sys
+import weakref
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatout import Loop
+from flatout.plan.errors import LoopError
+
+PHASE, EVERY, RANK, FOLDER = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+STEPS, SAMPLES, AT, MOST = 4, 8, 2, 2000
+ENGINE = torch.autograd.Variable._execution_engine
+EXCHANGING = {torch.ops.aten.mul.out, torch.ops.aten.div.out, torch.ops.aten.fill_.Scalar}  # inside an exchange: tried apart, it ends all ranks
+
+
+class Injector(TorchDispatchMode):
+    def __init__(self, number):
+        super().__init__()
+        self.left, self.armed, self.fired = number, False, ""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if self.armed and not (PHASE == "ranks" and (operator.namespace == "c10d" or operator in EXCHANGING)):
+            self.left -= 1
+            if self.left == 0:
+                self.armed, self.fired = False, str(operator)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return operator(*args, **(kwargs or {}))
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.cell, self.head = nn.Embedding(11, 12), nn.GRU(12, 8, batch_first=True), nn.Linear(8, 11)
+
+    def forward(self, tokens):
+        return self.head(self.cell(self.table(tokens))[0])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.block, self.head = nn.Embedding(11, 8), nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), nn.Linear(8, 11)
+
+    def forward(self, tokens):
+        return self.head(self.block(self.table(tokens)))
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 5))
+
+
+def convolutional():
+    return nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.GELU(), nn.Flatten(), nn.Linear(36, 5))
+
+
+def classes(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]).float() if batch[0].dtype == torch.bfloat16 else model(batch[0]), batch[1])
+
+
+def tokens(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=0), (batch[1] != 0).sum()
+
+
+def data(kind, dtype, seed):
+    generator = torch.Generator().manual_seed(100 * seed + RANK)
+    if kind is tokens:
+        return [(torch.randint(1, 11, (SAMPLES, 5), generator=generator), torch.randint(0, 11, (SAMPLES, 5), generator=generator)) for _ in range(STEPS)]
+    return [(torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64).to(dtype), torch.randint(0, 5, (SAMPLES,), generator=generator))
+            for _ in range(STEPS)]
+
+
+MODELS = {"perceptron": (perceptron, classes), "convolution": (convolutional, classes), "GRU": (Tagger, tokens), "attention": (Attention, tokens)}
+OPTIMIZERS = {"SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+              "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True)}
+DTYPES = {"float64": torch.float64, "bf16-master": torch.bfloat16}
+TIGHT = {"float64": 1e-11, "float32": 2e-4, "bf16": 0.1, "fp16": 0.1, "bf16-master": 0.1}  # distance over how far the weights have moved
+CASES = [("perceptron", "SGD", "float64", 0), ("perceptron", "AdamW", "float32", 1), ("convolution", "AdamW", "float64", 0), ("GRU", "SGD", "float64", 1),
+         ("attention", "AdamW, foreach", "float64", 0), ("convolution", "SGD", "bf16", 0), ("perceptron", "SGD", "fp16", 1),
+         ("perceptron", "SGD", "bf16-master", 0)]
+CASES_OF_RANKS = [("perceptron", "SGD", "float64", 0), ("convolution", "AdamW", "float64", 1), ("GRU", "AdamW, foreach", "float64", 0)]
+OF_OPTIMIZERS = [("perceptron", name, "float64", seed) for name in OPTIMIZERS for seed in (0, 1)] + [("GRU", "AdamW", "float32", 0)]
+
+
+def live_bytes():
+    gc.collect()
+    return sum(t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is torch.Tensor and t.device.type == "cpu")
+
+
+def train(case, number=-1, at=AT, rank=0):
+    """Weights after each step; parts of each; what it was ended by; where memory ran out; outputs of failed attempts that live on."""
+    name, optimizer, precision, seed = case
+    make, kind = MODELS[name]
+    dtype = DTYPES.get(precision, torch.float32)
+    torch.manual_seed(seed)
+    model = make().to(dtype)
+    kept = []
+    next(model.children()).register_forward_hook(lambda module, args, out: kept.append(weakref.ref(out)))
+    trained = DistributedDataParallel(model, bucket_cap_mb=0.001) if PHASE == "ranks" else model
+    updates, injector = OPTIMIZERS[optimizer](model.parameters()), Injector(number if rank == RANK else -1)
+
+    def arm(phase):
+        injector.armed = phase == PHASE and loop.index == at and not injector.fired
+
+    if PHASE == "optimizer":
+        updates.register_step_pre_hook(lambda *_: arm("optimizer"))
+        updates.register_step_post_hook(lambda *_: setattr(injector, "armed", False))
+
+    def loss(given, batch):
+        arm("gradients")
+        if PHASE == "ranks" and number == 1:
+            arm("ranks")
+        found = kind(given, batch)
+        first = found[0] if isinstance(found, tuple) else found
+        if first.requires_grad:
+            first.register_hook(lambda _: ENGINE.queue_callback(lambda: setattr(injector, "armed", False)))
+        return found
+
+    if PHASE == "ranks":
+        model.register_forward_pre_hook(lambda *_: arm("ranks"))
+    batches = data(kind, dtype, seed)
+    precise = {} if precision in ("float32", "float64") else {"precision": precision}
+    loop = Loop(trained, updates, loss, batches, reduction="mean", on_nan="ignore", **precise)
+    weights, parts, words = [[p.detach().double().clone() for p in model.parameters()]], [], ""
+    with injector:
+        try:
+            for step in loop:
+                parts.append(step.parts)
+                weights.append([p.detach().double().clone() for p in model.parameters()])
+                if PHASE == "evaluation" and step.index == at:
+                    injector.armed = not injector.fired
+                    try:
+                        with torch.no_grad():
+                            kind(model, batches[0])
+                    except torch.OutOfMemoryError:
+                        pass
+                    injector.armed = False
+        except LoopError as error:
+            words = str(error)
+    injector.armed = False
+    alive = sum(reference() is not None for reference in kept[:-1])
+    loop.close()
+    return weights, parts, words, injector.fired, alive
+
+
+def apart(ours, theirs):
+    """The largest distance over the steps, relative to how far the undisturbed weights have moved; whether every bit is the same."""
+    start = torch.cat([p.flatten() for p in theirs[0]])
+    worst, same = 0.0, True
+    for x, y in zip(ours, theirs, strict=True):
+        x, y = (torch.cat([p.flatten() for p in each]) for each in (x, y))
+        same &= torch.equal(x, y)
+        worst = max(worst, float((x - y).norm() / max(float((y - start).norm()), 1e-12)) if not torch.equal(x, y) else 0.0)
+    return worst, same
+
+
+def judged(case, reference, seen):
+    weights, parts, words, _, alive = seen
+    if words:
+        good = PHASE == "optimizer" and ("half a step" in words or "before it had moved" in words)
+        return ("refused" if good else "wrong"), words[:200]
+    if len(weights) != len(reference):
+        return "wrong", f"{len(weights) - 1} steps in the place of {len(reference) - 1}"
+    distance, same = apart(weights, reference)
+    if alive:
+        return "wrong", f"{alive} tensors of a failed attempt live on"
+    if max(parts) == 1 and not same:
+        return "wrong", f"no micro-batch was needed, and the weights differ by {distance:.2g}"
+    return ("done again", f"{distance:.2g}") if distance <= TIGHT[case[2]] else ("wrong", f"the weights differ by {distance:.2g} of their way")
+
+
+def tell(case, at, fired, verdict, why):
+    if RANK == 0:
+        print(json.dumps({"phase": PHASE, "case": f"{', '.join(map(str, case))}, step {at}", "site": fired, "verdict": verdict, "why": why}), flush=True)
+
+
+def campaign(cases, moments):
+    gc.collect()
+    gc.freeze()
+    for case in cases:
+        reference = train(case)[0]
+        for at, rank in moments:
+            before = live_bytes()
+            for number in range(1, MOST, EVERY):
+                seen = train(case, number, at, rank)
+                fired, verdict = seen[3], judged(case, reference, seen)
+                if PHASE == "ranks":
+                    told = [None, None]
+                    distributed.all_gather_object(told, (fired, verdict, [w.tolist() for w in seen[0][-1]]))
+                    fired = told[0][0] or told[1][0]
+                    if told[0][2] != told[1][2]:
+                        verdict = "wrong", "the ranks have different weights"
+                    elif told[1][1][0] == "wrong":
+                        verdict = told[1][1]
+                del seen
+                if not fired:
+                    break
+                after = live_bytes() if number % (4 * EVERY) == 1 else before
+                if after > before:
+                    verdict = "wrong", f"{after - before} bytes of tensors more than before"
+                tell(case, at if PHASE != "ranks" else f"{at} of rank {rank}", fired, *verdict)
+
+
+def real():
+    """The address space ends; the allocator says so itself."""
+
+    def trained(limit):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, 128), nn.Tanh(), nn.Linear(128, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        generator = torch.Generator().manual_seed(0)
+        batches = [(torch.randn(4096, 64, generator=generator), torch.randint(0, 8, (4096,), generator=generator)) for _ in range(3)]
+        if limit:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + limit * 2**20, resource.RLIM_INFINITY))
+        parts = [step.parts for step in Loop(model, optimizer, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), batches)]
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        return parts, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    parts, weights = trained(EVERY)  # first: what an undisturbed run has freed would be there to be used
+    _, whole = trained(0)
+    distance = float((weights - whole).norm() / whole.norm())
+    good = distance < 1e-5 and max(parts) > 1
+    tell((f"{EVERY} MiB left",), 0, f"parts {parts}", "done again" if good else "wrong", f"{distance:.2g}")
+
+
+if PHASE == "real":
+    torch.set_num_threads(1)
+    real()
+elif PHASE == "ranks":
+    distributed.init_process_group("gloo", init_method=f"file://{FOLDER / 'store'}", rank=RANK, world_size=2, timeout=timedelta(seconds=120))
+    campaign(CASES_OF_RANKS, [(0, 1), (AT, 0)])
+    distributed.barrier()
+else:
+    campaign(OF_OPTIMIZERS if PHASE == "optimizer" else CASES, [(0, 0), (AT, 0)] if PHASE != "evaluation" else [(AT, 0)])
