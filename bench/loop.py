@@ -1,7 +1,7 @@
 """What a loop costs that somebody else drives: `flatout.Loop` beside the raw loop and the loops of other libraries.
 
 One process holds every contestant, each with its own copy of one model, AdamW and the same ready batches, one thread; they take turns block by
-block, the order turned round every second time. A figure is a contestant's step over the raw loop's: median over fresh processes with a 95 %
+block, in another order each time. A figure is a contestant's step over the raw loop's: median over fresh processes with a 95 %
 interval (bootstrap over processes and rounds); "raw again" is a second raw loop, the A/A. Libraries that are not installed have no column; Composer (0.32.1)
 asks for torch below 2.7.1 and cannot be among them.
 Goal: at most 1.05 on a step of 0.3 ms.
@@ -26,7 +26,7 @@ from flatout.plan.records import Ratio
 
 PROGRAM = HERE / "programs" / "loops.py"
 # about so many ms -> width, layers, batch, steps of a block
-SIZES = {0.3: (32, 1, 16, 300), 1.0: (128, 3, 64, 150), 5.0: (256, 6, 256, 30), 20.0: (512, 6, 512, 10)}
+SIZES = {0.3: (32, 1, 16, 80), 1.0: (128, 3, 64, 40), 5.0: (256, 6, 256, 8), 20.0: (512, 6, 512, 3)}
 NEEDS = {"raw": "", "Loop": "", "raw, clipped and scheduled": "", "Loop, clipped and scheduled": "", "Fabric": "lightning", "Accelerate": "accelerate",
          "Lightning": "lightning", "Ignite": "ignite"}
 DISTRIBUTIONS = {"ignite": "pytorch-ignite"}
@@ -69,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="milliseconds of a raw step, of these sizes")
     parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--only", default="", help="these contestants beside raw, separated by semicolons")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()

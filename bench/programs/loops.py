@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import sys
 import time
 import warnings
@@ -212,7 +213,7 @@ def main():
             block(50)
         times = {name: [] for name in blocks}
         for turn in range(ROUNDS):
-            for name in list(blocks) if turn % 2 == 0 else list(blocks)[::-1]:
+            for name in random.Random(f"{os.getpid()} {turn}").sample(list(blocks), len(blocks)):
                 start = time.perf_counter()
                 blocks[name](STEPS)
                 times[name].append(1000 * (time.perf_counter() - start) / STEPS)
