@@ -166,9 +166,9 @@ def write_index(folder: Path = RESULTS) -> None:
     """``README.md`` of the results: one row for each page there is, and one for each benchmark that has none."""
     rows = []
     for theme, command, question in THEMES:
-        found = sorted(folder.glob(f"{theme}_*_[0-9][0-9][0-9][0-9][0-9][0-9].json"), reverse=True)
-        for path in found:
-            made = (read_json(path) or {}).get("made", {})
+        records = {path: read_json(path) or {} for path in sorted(folder.glob(f"{theme}_*.json"), reverse=True)}
+        found = {path: data.get("made", {}) for path, data in records.items() if data.get("theme") == theme}  # one theme's name may begin another's
+        for path, made in found.items():
             page = path.with_suffix(".md").name
             rows.append((theme, question, made.get("device", "?"), made.get("date", "?")[:10], f"[{page}]({page})", f"`{command}`"))
         if not found:

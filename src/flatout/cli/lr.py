@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import click
-from rich.console import Console
 
-from flatout import __version__
-from flatout.cli.arguments import PROGRAM, Duration, program, words_or_usage, writable
-from flatout.cli.progress import LiveProgress
-from flatout.launch.command import understand
-from flatout.measure.clock import today
-from flatout.plan.errors import FlatoutError, UsageError
-from flatout.plan.folder import write_json, write_whole
+from flatout.cli.arguments import PROGRAM, Duration
+from flatout.cli.asking import Asked, question
+from flatout.plan.errors import UsageError
 from flatout.plan.lr_range import OWN, LrRecord, read_optimizers
-from flatout.probe.machine import look
 from flatout.tune.lr_range import FEWEST, Ranging
-from flatout.tune.session import job_folder
 
 
 @click.command(context_settings=PROGRAM)
@@ -30,9 +21,7 @@ from flatout.tune.session import job_folder
               help="Optimizers to test, separated by commas: own, names of torch.optim, package.Class, with options: \"own,adamw,sgd(momentum=0.9)\".")
 @click.option("--budget", default="5m", show_default=True, type=Duration(), help="Time for all steps; fewer are taken where they would last longer.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of the program's hashes; its own seeds stay.")
-@click.option("--job", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records instead of .flatout/<job>.")
-@click.option("--json", "as_json", is_flag=True, help="Print the record instead of a table.")
-@program
+@question
 def command(low: float, high: float, steps: int, optimizers: str, budget: float, seed: int, job: Path | None, as_json: bool, words: tuple[str, ...]) -> int:
     """See how the loss of a program, as it is, answers to its learning rate.
 
@@ -43,26 +32,11 @@ def command(low: float, high: float, steps: int, optimizers: str, budget: float,
     if not low < high:
         raise UsageError(f"--low {low:g} is not below --high {high:g}.")
     wishes = read_optimizers(optimizers)
-    cmd = understand(words_or_usage(words, "lr"))
-    folder, facts = writable(job_folder(cmd, job), job is not None), look()
-    record = LrRecord(list(cmd.typed), os.getcwd(), flatout=__version__, created=today(), versions={"python": facts.python, **facts.versions})
-    try:
-        with LiveProgress(Console(stderr=True), budget) as progress:
-            Ranging(cmd, folder, facts, record, budget, seed, progress.stage).run(wishes, low, high, steps)
-    except FlatoutError as error:
-        record.status, record.message = "failed", str(error)
-        write_json(folder.path / "lr.json", record.to_json())
-        raise
+    asked = Asked("lr", words, job)
+    record = LrRecord(**asked.header)
+    asked.answer(record, budget, lambda stage, save:
+                 Ranging(asked.command, asked.folder, asked.facts, record, budget, seed, stage).run(wishes, low, high, steps))
     from flatout.render.lr_page import because, headline, lr_html, lr_table
 
-    write_json(folder.path / "lr.json", record.to_json())
-    write_whole(folder.path / "lr.html", lr_html(record))
-    if as_json:
-        click.echo(json.dumps(record.to_json(), indent=1))
-        return 0
-    console = Console()
-    console.print(f"{headline(record)}: {because(record)}\n", markup=False, highlight=False)
-    console.print(lr_table(record))
-    console.print("\n".join(f"note: {note}" for note in record.notes), markup=False, highlight=False)
-    console.print(f"picture: {folder.path / 'lr.html'}", markup=False, highlight=False, soft_wrap=True)
+    asked.show(record, lr_html(record), [f"{headline(record)}: {because(record)}\n", lr_table(record), *(f"note: {note}" for note in record.notes)], as_json)
     return 0

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from flatout import __version__
 from flatout.cli.arguments import PROGRAM, Duration, program, words_or_usage, writable
+from flatout.cli.asking import header, kept
 from flatout.cli.progress import LiveProgress
 from flatout.diagnose.profiling import MEMORY_STAGES, Profiling, Wishes
 from flatout.launch.command import Command, understand
-from flatout.measure.clock import today
-from flatout.plan.errors import FlatoutError, UsageError
+from flatout.plan.errors import UsageError
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder, write_json, write_whole
 from flatout.plan.profile import ProfileRecord
@@ -96,22 +92,9 @@ def profile(cmd: Command, folder: JobFolder, facts: Facts, wishes: Wishes) -> Pr
     """Run a profile, and keep its record and its page in the folder. Raises FlatoutError, KeyboardInterrupt."""
     machine = {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "system": facts.system,
                "gpus": [{"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)} for g in facts.gpus]}
-    record = ProfileRecord(list(cmd.typed), os.getcwd(), flatout=__version__, created=today(), machine=machine,
-                           versions={"python": facts.python, "flatout": __version__, **facts.versions})
-    signal.signal(signal.SIGTERM, _interrupt)  # a terminated profile must end its program as an interrupted one does
-    try:
-        with LiveProgress(Console(stderr=True), wishes.budget_s) as progress:
-            Profiling(cmd, folder, facts, wishes, record, _ceilings(facts), progress, lambda r: write_json(folder.profile, r.to_json())).run()
-    except FlatoutError as error:
-        record.status, record.message = "failed", str(error)
-        write_json(folder.profile, record.to_json())
-        raise
-    except KeyboardInterrupt:
-        record.status, record.message = "failed", "interrupted"
-        write_json(folder.profile, record.to_json())
-        sys.stderr.write(f"flatout: interrupted; what was seen until then is in {folder.profile}\n")
-        raise
-    write_json(folder.profile, record.to_json())
+    record = ProfileRecord(**header(cmd.typed, facts), machine=machine)
+    with kept(record, folder.profile) as save, LiveProgress(Console(stderr=True), wishes.budget_s) as progress:
+        Profiling(cmd, folder, facts, wishes, record, _ceilings(facts), progress, save).run()
     _write_page(record, folder)
     return record
 
@@ -134,7 +117,3 @@ def _tensorboard_or_usage() -> None:
 
     if find_spec("tensorboard") is None:
         raise UsageError("--tensorboard needs the package tensorboard, which is not installed here. `pip install tensorboard`, or leave the option away.")
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 
 from flatout.cli.arguments import PROGRAM, Amount, Duration, program, words_or_usage, writable
+from flatout.cli.asking import interrupt
 from flatout.cli.progress import LiveProgress
 from flatout.cli.underneath import of_death
 from flatout.diagnose.kept import load_profile
@@ -75,7 +76,7 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     save_session(folder, session)
     console, kills = Console(stderr=True), oom_kills()
     # A terminated tuner must end its programs as an interrupted one does.
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         with LiveProgress(console, goal.budget_s - session.spent_s) as progress:
             search(Tuning(cmd, folder, facts, session, goal, progress, lambda s: save_session(folder, s)))
@@ -109,10 +110,6 @@ def _tell_the_profile(folder: JobFolder, profile: ProfileRecord, session: Sessio
     profile.findings = with_measured(profile.findings, session.levers)
     write_json(folder.profile, profile.to_json())
     write_whole(folder.profile_page, profile_html(profile))
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _finish(folder: JobFolder, session: SessionRecord) -> None:

@@ -74,7 +74,7 @@ class Profiling:
     """``run`` fills the record. Raises ProgramFailed where the program fails by itself, NothingMeasured where it does not train."""
 
     def __init__(self, command: Command, job: JobFolder, facts: Facts, wishes: Wishes, record: ProfileRecord, ceilings: dict[str, float],
-                 watcher: Watcher | None = None, save: Callable[[ProfileRecord], None] = lambda record: None) -> None:
+                 watcher: Watcher | None = None, save: Callable[[], None] = lambda: None) -> None:
         self.command, self.job, self.facts, self.wishes, self.record = command, job, facts, wishes, record
         self.watcher, self.save = watcher or Watcher(), save
         record.ceilings = ceilings
@@ -93,7 +93,7 @@ class Profiling:
             self._quiet()
             for name, stage in self._stages():
                 self._try(name, stage)
-                self.save(record)
+                self.save()
         finally:
             if self.trial is not None:
                 self.trial.close()
@@ -294,7 +294,7 @@ class Profiling:
                 what_if.why_not = "there was no time to measure it; --budget gives more"
                 continue
             self._what_if(what_if, lever, values, share_s)
-            self.save(record)
+            self.save()
 
     def _pointless(self, name: str) -> str:
         """Why there is nothing to switch off, by what was heard."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flatout.plan.records import Ratio, Record
+from flatout.plan.records import ProgramRecord, Ratio, Record
 
 BATCH_SCHEMA = 1
 
@@ -55,22 +55,14 @@ class NoiseSeen(Record):
 
 
 @dataclass
-class BatchRecord(Record):
+class BatchRecord(ProgramRecord):
     """``own`` is the size of the program's own training loader, ``effective`` how many samples one of its optimizer steps takes.
 
     ``best`` is the size with the most samples/s of those that fit; ``enough`` the smallest one that is within a few per cent of it, with an interval.
     ``kept_best`` is the micro-batch that is fastest where the effective batch stays the program's own.
     """
 
-    command: list[str]
-    cwd: str
     schema: int = BATCH_SCHEMA
-    flatout: str = ""
-    created: str = ""
-    status: str = "running"  # running | done | failed
-    message: str = ""
-    device: str = "cpu"
-    versions: dict[str, str] = field(default_factory=dict)
     budget_s: float = 0.0
     loader: int | None = None
     own: int | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.plan.errors import UsageError
-from flatout.plan.records import Record
+from flatout.plan.records import ProgramRecord, Record
 
 LR_SCHEMA = 1
 OWN = "own"  # the script's optimizer
@@ -55,16 +55,8 @@ class LrTraining(Record):
 
 
 @dataclass
-class LrRecord(Record):
-    command: list[str]
-    cwd: str
+class LrRecord(ProgramRecord):
     schema: int = LR_SCHEMA
-    flatout: str = ""
-    created: str = ""
-    status: str = "running"  # running | done | failed
-    message: str = ""
-    device: str = "cpu"
-    versions: dict[str, str] = field(default_factory=dict)
     tests: list[LrRange] = field(default_factory=list)
     compute_s: float | None = None  # of each training
     trainings: list[LrTraining] = field(default_factory=list)

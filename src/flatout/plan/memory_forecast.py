@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flatout.plan.records import Record
+from flatout.plan.records import ProgramRecord, Record
 
 MEMORY_FORECAST_SCHEMA = 1
 # What a peak is made of, from what every step has to what only this moment has.
@@ -34,18 +34,10 @@ class MemoryPoint(Record):
 
 
 @dataclass
-class MemoryForecast(Record):
+class MemoryForecast(ProgramRecord):
     """``points`` are in order of batch size; ``own`` is the script's own. ``largest`` is predicted to fit into ``limit_bytes``, 0 where one sample does not."""
 
-    command: list[str]
-    cwd: str
     schema: int = MEMORY_FORECAST_SCHEMA
-    flatout: str = ""
-    created: str = ""
-    status: str = "running"  # running | done | failed
-    message: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
-    device: str = "cpu"
     simulated: bool = False  # sizes as CUDA's allocator would hand them out; the program ran elsewhere
     own: int | None = None
     points: list[MemoryPoint] = field(default_factory=list)

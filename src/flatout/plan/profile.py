@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.plan.findings import Finding, Place
-from flatout.plan.records import PhaseTime, Ratio, Record
+from flatout.plan.records import PhaseTime, ProgramRecord, Ratio, Record
 
 PROFILE_SCHEMA = 1
 MEMORY_KINDS = ("parameters", "gradients", "optimizer state", "activations", "inputs", "buffers", "other", "fragmentation")
@@ -146,20 +146,12 @@ class Compiled(Record):
 
 
 @dataclass
-class ProfileRecord(Record):
+class ProfileRecord(ProgramRecord):
     """Everything one `flatout profile` saw. ``bound`` names what limits the step: data, python, launch, copy, memory, compute, optimizer."""
 
-    command: list[str]
-    cwd: str
     schema: int = PROFILE_SCHEMA
-    flatout: str = ""
-    created: str = ""
-    status: str = "running"  # running | done | failed
-    message: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
     scene: dict[str, Any] = field(default_factory=dict)
-    device: str = "cpu"
     unit: str = "step"
     steps: int = 0
     warmup_steps: int = 0

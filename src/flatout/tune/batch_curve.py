@@ -55,7 +55,7 @@ class BatchCurve:
     """``run`` fills the record. Raises ProgramFailed where the program fails as it is, NothingMeasured where it does not train."""
 
     def __init__(self, command: Command, job: JobFolder, facts: Facts, record: BatchRecord, wishes: Wishes,
-                 stage: Callable[[str, str], None] = lambda name, detail: None, save: Callable[[BatchRecord], None] = lambda record: None) -> None:
+                 stage: Callable[[str, str], None] = lambda name, detail: None, save: Callable[[], None] = lambda: None) -> None:
         self.facts, self.record, self.wishes = facts, record, wishes
         self.stage, self.save = stage, save
         self.end_s = seconds() + wishes.budget_s
@@ -110,7 +110,7 @@ class BatchCurve:
             record.noise.why_not = f"the program was gone meanwhile: {why_gone(gone)}"
             self.programs.dismiss([visit])
         self.programs.keep(visit)
-        self.save(record)
+        self.save()
 
     def _whose_size(self, told: dict[str, Any], ready: dict[str, Any]) -> None:
         record, answer, scene = self.record, told["options"]["batch_size"], told["scene"]
@@ -200,7 +200,7 @@ class BatchCurve:
                 no_more = f"{size} samples a batch did not fit already"
             elif larger and not self.wishes.sizes and _no_gain(explored):
                 no_more = "twice the batch brought nothing, two times running"
-            self.save(self.record)
+            self.save()
         self.record.points.sort(key=lambda point: point.size)
 
     def _sizes(self) -> list[int]:
