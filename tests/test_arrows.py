@@ -18,13 +18,13 @@ import flatout
 HOME = Path(flatout.__file__).parent
 FILES = sorted(path.relative_to(HOME).as_posix() for path in HOME.rglob("*.py"))
 
-NUMBER = {"plan": 0, "kernels": 1, "pipeline": 1, "probe": 1, "measure": 1, "capture": 1, "state": 1, "launch": 1, "render": 1, "saved": 1,
+NUMBER = {"plan": 0, "kernels": 1, "pipeline": 1, "probe": 1, "measure": 1, "capture": 1, "state": 1, "launch": 1, "render": 1, "saved": 1, "ranks": 1,
           "levers": 2, "engine": 2, "trial": 3, "tune": 4, "diagnose": 4, "loop": 5, "cli": 5}
 BELOW_TRIAL = {room for room, number in NUMBER.items() if number <= 2}
 MAY_IMPORT = {
-    "plan": set(), "kernels": set(), "pipeline": set(), "saved": set(),
+    "plan": set(), "kernels": set(), "pipeline": set(), "saved": set(), "ranks": set(),
     "probe": {"plan"}, "measure": {"plan"}, "capture": {"plan"}, "state": {"plan"}, "launch": {"plan"}, "render": {"plan"},
-    "levers": {"plan", "kernels", "pipeline", "saved"},
+    "levers": {"plan", "kernels", "pipeline", "saved", "ranks"},
     "engine": {"plan", "capture", "measure", "state"},
     "trial": BELOW_TRIAL,
     "tune": {"plan", "levers", "measure", "trial", "engine", "launch"},

@@ -70,9 +70,29 @@ def resized(batch: Any, samples: int, wanted: int, tensor_of: Callable[[Any, int
     def of(thing: Any) -> Any:
         if hasattr(thing, "untyped_storage"):
             return tensor_of(thing, batch_dimension(tuple(thing.shape), samples))
-        one_a_sample = isinstance(thing, (list, tuple)) and len(thing) == samples and not hasattr(thing, "_fields")
-        if one_a_sample and all(batch_dimension(tuple(tensor.shape), samples) is None for tensor in tensors_of(thing)):
+        if _one_a_sample(thing, samples):
             return type(thing)(of(thing[at % samples]) for at in range(wanted))
         return rebuilt(thing, of)
 
     return of(batch)
+
+
+def rows(batch: Any, samples: int, start: int, stop: int) -> Any:
+    """Samples ``start`` to ``stop`` of a batch of ``samples``: views of its tensors, and parts of its lists with one thing a sample."""
+
+    def of(thing: Any) -> Any:
+        if hasattr(thing, "untyped_storage"):
+            dimension = batch_dimension(tuple(thing.shape), samples)
+            return thing if dimension is None else thing.narrow(dimension, start, stop - start)
+        if _one_a_sample(thing, samples):
+            return type(thing)(thing[start:stop])
+        return rebuilt(thing, of)
+
+    return of(batch)
+
+
+def _one_a_sample(thing: Any, samples: int) -> bool:
+    """Whether a list has one thing for each sample, and not tensors that have all of them."""
+    if not isinstance(thing, (list, tuple)) or len(thing) != samples or hasattr(thing, "_fields"):
+        return False
+    return all(batch_dimension(tuple(tensor.shape), samples) is None for tensor in tensors_of(thing))

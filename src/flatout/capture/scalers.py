@@ -22,7 +22,7 @@ class Scalers:
 
     def without_scale(self, loss: Any) -> Any:
         """The loss that was scaled to this one, or this one itself."""
-        known = self._unscaled.pop(id(loss), None) if self._unscaled else None
+        known = self._unscaled.get(id(loss)) if self._unscaled else None
         return known[1] if known is not None and known[0]() is loss else loss
 
     def hear(self, ledger: Ledger, scene: Any) -> None:

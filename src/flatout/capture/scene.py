@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
+from flatout.capture.batches import rows, samples_in
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Guarded, Listener
 from flatout.capture.loaders import FeedRule, LoaderRule, Loaders
@@ -134,6 +135,11 @@ class Scene:
         return max(fed, key=fed.__getitem__) if fed else None
 
     @property
+    def loaders_that_train(self) -> list[int]:
+        """The places in ``loaders`` of all that a backward pass was fed from."""
+        return sorted(self._loaders.fed)
+
+    @property
     def live_loaders(self) -> list[Any]:
         """The DataLoaders themselves, in the order in which they were made."""
         return list(self._loaders.alive)
@@ -141,6 +147,20 @@ class Scene:
     def number_of_loader(self, loader: Any) -> int | None:
         """The place of a DataLoader in ``loaders``; None for one that was made before we came."""
         return self._loaders.number.get(loader)
+
+    @staticmethod
+    def samples_in(batch: Any, asked: int | None = None) -> int | None:
+        """How many samples a batch has; ``asked`` as many as its loader was made for. None where it cannot be told."""
+        return samples_in(batch, asked)
+
+    @staticmethod
+    def rows_of(batch: Any, samples: int, start: int, stop: int) -> Any:
+        """Some samples of a batch."""
+        return rows(batch, samples, start, stop)
+
+    def without_scale(self, loss: Any) -> Any:
+        """The loss that a GradScaler has scaled to this one, or this one itself."""
+        return self._scalers.without_scale(loss)
 
     def report(self, lever: str, sentence: str) -> None:
         self.reports.append((lever, sentence))
@@ -299,7 +319,7 @@ class Scene:
             scene._loaders.backward_begins()
             roots = (tensors,) if isinstance(tensors, scene.torch.Tensor) else tuple(tensors)
             scene.create_graph_seen |= _creates_graph(args, kwargs)
-            scene.listener.backward_begin(tuple(map(scene._scalers.without_scale, roots)))
+            scene.listener.backward_begin(tuple(map(scene.without_scale, roots)))
             scene._in_backward = True
             try:
                 result = backward(tensors, *args, **kwargs)

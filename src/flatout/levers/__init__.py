@@ -11,6 +11,7 @@ from flatout.levers.cached_prefix import LEVER as cached_prefix
 from flatout.levers.channels_last import LEVER as channels_last
 from flatout.levers.compile import LEVER as compile_
 from flatout.levers.cudnn_benchmark import LEVER as cudnn_benchmark
+from flatout.levers.data_parallel import LEVER as data_parallel
 from flatout.levers.debug_off import LEVER as debug_off
 from flatout.levers.device_prefetch import LEVER as device_prefetch
 from flatout.levers.fused_ops import LEVER as fused_ops
@@ -41,6 +42,7 @@ TABLE: tuple[Lever, ...] = (
     batched_transforms,
     resident_data,
     device_prefetch,
+    data_parallel,
     tf32,
     cudnn_benchmark,
     reduced_precision,

@@ -1,0 +1,62 @@
+"""Train on several devices what was written for one.
+
+What it does: `flatout run --procs N` starts the program N times; each rank runs all of it on its share of every training batch. Gradients are averaged after
+    each backward pass, weighted by what each rank had, so that the update is that of the whole batch; parameters start equal; the loss that the script
+    reads is that of the whole batch; evaluations run whole on every rank; only rank 0 prints and saves. `{reduction = "mean"}` or `"sum"` says how
+    the loss divides; `batches` says where batches are divided, `loaders` which DataLoaders train, `batchnorm` and `draws` whether statistics and random
+    numbers are each rank's own or those of all. Before the first run a rehearsal compares some steps with those of one process, and fills this in.
+Why it is faster: the ranks compute their shares at the same time.
+When it does not help: where the batch is too small to be divided, where exchanging the gradients takes longer than computing them, where one
+    device's work waits for a loader that all ranks share. `flatout scale` says beforehand.
+What it can change: rounding of sums. Random numbers inside a rank (dropout, augmentation) are other draws of the same distribution. Batch normalisation
+    takes the statistics of each rank's share unless `--sync-batchnorm` is given.
+Evidence: none in general; measured on your program by `bench/distributed.py` of the repository, and by `flatout tune --procs N`.
+Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"; torch documentation, "DistributedDataParallel".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+NAME = "data_parallel"
+ALONE = "the program runs as one process; `flatout run --procs N` starts it as several"
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    from flatout.ranks.place import Place
+
+    return Options(({"reduction": "mean"},), Effect.RESAMPLED) if Place.here() is not None else Skip(ALONE)
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    return _put_in_place(scene, value, ledger, exchanges=True)
+
+
+def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+    """Every rank trains by itself on its share."""
+    return _put_in_place(scene, value, ledger, exchanges=False)
+
+
+def _put_in_place(scene: Any, value: Value, ledger: Any, exchanges: bool) -> Undo:
+    """Raises TypeError for a value that is none, LookupError where there are no ranks."""
+    from flatout.ranks.divided import Divided
+    from flatout.ranks.division import Division
+    from flatout.ranks.place import Place
+
+    division, place = Division.read(value), Place.here()
+    if place is None:
+        raise LookupError(ALONE)
+    Divided(scene.torch, scene, place, division, ledger, exchanges).install()
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    return ("torch.distributed.init_process_group()\nmodel = torch.nn.parallel.DistributedDataParallel(model)\n"
+            "sampler = torch.utils.data.DistributedSampler(dataset)  # batch_size divided by the ranks; sampler.set_epoch(epoch) in each epoch")
+
+
+LEVER = Lever(NAME, Moment.LOADER, Effect.RESAMPLED, applies, code, apply=apply, known_bad=known_bad, page=__doc__)

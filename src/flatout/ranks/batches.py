@@ -1,0 +1,107 @@
+"""The batches of a rank: its own samples of each training batch, and the random numbers that go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from flatout.ranks.division import CUT, DOOR, INDEX, OWN, Division
+from flatout.ranks.draws import drawn_for_the_whole
+from flatout.ranks.place import Place
+from flatout.ranks.shares import CannotDivide, DividedBatches, DividedIterator, Share, share
+from flatout.ranks.streams import HostStreams, Streams, offset
+
+
+class Batches:
+    """``share`` is the part of the batch that this rank computes at the moment; None before the first one."""
+
+    def __init__(self, torch: Any, scene: Any, place: Place, division: Division) -> None:
+        self.torch, self.scene, self.place, self.division = torch, scene, place, division
+        self.share: Share | None = None
+        self.streams, self.host = Streams(torch, place.rank), HostStreams(place.rank)
+
+    def install(self, ledger: Any) -> None:
+        torch = self.torch
+        base, loader_class = torch.utils.data.dataloader._BaseDataLoaderIter, torch.utils.data.DataLoader
+        ledger.set(base, "__init__", self._wrap_iterator_init(base.__init__))
+        ledger.set(base, "__next__", self._wrap_next(base.__next__))
+        ledger.set(base, "_next_index", self._wrap_common(base._next_index))
+        ledger.set(loader_class, "__iter__", self._wrap_common(loader_class.__iter__))
+        if self.division.draws == OWN:
+            fetcher = torch.utils.data._utils.fetch._MapDatasetFetcher
+            ledger.set(fetcher, "fetch", self._wrap_fetch(fetcher.fetch))
+        else:
+            mode = drawn_for_the_whole(torch, lambda: self.share)
+            mode.__enter__()
+            ledger.call("dispatch mode", lambda: mode.__exit__(None, None, None))
+
+    def cut(self, batch: Any, samples: int | None = None) -> Any:
+        """This rank's rows of a whole batch. Raises CannotDivide where there are none."""
+        samples = samples if samples is not None else self.scene.samples_in(batch)
+        if samples is None:
+            raise CannotDivide("a batch of it holds no tensor with one row a sample")
+        if self.share is None and samples < self.place.world:
+            raise CannotDivide(f"its first batch has {samples} sample{'s' * (samples > 1)}, fewer than the {self.place.world} ranks")
+        self.share = part = share(samples, self.place.rank, self.place.world)
+        return self.scene.rows_of(batch, samples, part.start, part.stop)
+
+    def _trains(self, loader: Any) -> bool:
+        """An evaluation runs without gradients, or over another loader."""
+        return self.torch.is_grad_enabled() and self.division.batches != DOOR and self.scene.number_of_loader(loader) in self.division.loaders
+
+    def _wrap_iterator_init(self, init: Callable) -> Callable:
+        batches, place, division = self, self.place, self.division
+
+        @wraps(init)
+        def init_divided(iterator: Any, loader: Any) -> None:
+            init(iterator, loader)
+            if not batches._trains(loader):
+                return
+            iterator.flatout_way = division.batches
+            if division.batches == INDEX:
+                iterator._index_sampler = DividedBatches(iterator._index_sampler, place.rank, place.world)
+                iterator._sampler_iter = iter(iterator._index_sampler)
+            if division.draws == OWN:  # workers of different ranks must not draw alike
+                iterator._base_seed = offset(iterator._base_seed, place.rank)
+
+        return init_divided
+
+    def _wrap_next(self, take: Callable) -> Callable:
+        batches = self
+
+        @wraps(take)
+        def next_divided(iterator: Any) -> Any:
+            batch = take(iterator)
+            way = getattr(iterator, "flatout_way", None)
+            if way is None:
+                return batch
+            if isinstance(iterator._sampler_iter, DividedIterator):
+                batches.share = iterator._sampler_iter.drawn.popleft()
+            elif way == CUT:
+                batch = batches.cut(batch)
+            if batches.division.draws == OWN:
+                batches.streams.part()
+            return batch
+
+        return next_divided
+
+    def _wrap_common(self, really: Callable) -> Callable:
+        streams = self.streams
+
+        @wraps(really)
+        def drawn_alike(*args: Any) -> Any:
+            with streams.common():
+                return really(*args)
+
+        return drawn_alike
+
+    def _wrap_fetch(self, fetch: Callable) -> Callable:
+        host = self.host
+
+        @wraps(fetch)
+        def fetch_by_itself(fetcher: Any, index: Any) -> Any:
+            with host.own():
+                return fetch(fetcher, index)
+
+        return fetch_by_itself

@@ -1,0 +1,185 @@
+"""A script written for one device, divided over ranks: every rank runs all of it, on its share of each training batch.
+
+    a batch             each rank computes its own samples of it (batches.py)
+    the first forward   parameters and buffers are made equal to rank 0's
+    a backward pass     begins with the share's weight, ends with the exchange of gradients (exchange.py); the loss then reads as that of the whole batch
+    an evaluation       runs whole on every rank, with rank 0's buffers
+
+What the script decides from a loss, a gradient or an evaluation it therefore decides alike on every rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any
+
+from flatout.ranks.batches import Batches
+from flatout.ranks.division import ALL, DOOR, OWN, SUM, Division
+from flatout.ranks.exchange import Exchange
+from flatout.ranks.normalisation import over_all_ranks
+from flatout.ranks.place import Place
+
+SEARCHING_STEPS = 3  # modules that train are looked for in these
+
+
+class Divided:
+    """Everything that this rank has in place; ``ledger`` takes it off again. Without ``exchanges`` every rank keeps its own gradients, which is wrong."""
+
+    def __init__(self, torch: Any, scene: Any, place: Place, division: Division, ledger: Any, exchanges: bool = True) -> None:
+        self.torch, self.scene, self.place, self.division, self.ledger, self.exchanges = torch, scene, place, division, ledger, exchanges
+        self.batches = Batches(torch, scene, place, division)
+        self.joined = False
+        self.roots: list[weakref.ref[Any]] = []
+        self.depth = 0  # of forward passes of the roots
+        self.in_backward = False
+        self.stale_buffers = False  # they differ from rank to rank
+        self.everything: tuple[tuple[int, ...], list[Any]] = ((), [])  # all parameters, and what would show that there are others
+        self.exchange: Exchange | None = None
+        self.stop_searching: Callable[[], Any] | None = None
+
+    def install(self) -> None:
+        self.batches.install(self.ledger)
+        self.ledger.set(self.torch.autograd, "backward", self._wrap_backward(self.torch.autograd.backward))
+        self._search()
+
+    # -- the model --------------------------------------------------------------------------------------------------
+
+    def _search(self) -> None:
+        """Modules that are called with gradients on, from outside any other: their parameters are exchanged."""
+        divided, torch = self, self.torch
+        module_class = torch.nn.Module
+        call = module_class.__call__
+        open_calls = [0]
+
+        @wraps(call)
+        def call_seen(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if not open_calls[0] and torch.is_grad_enabled() and not divided.in_backward:
+                divided._meet(module)
+            open_calls[0] += 1
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                open_calls[0] -= 1
+
+        self.ledger.set(module_class, "__call__", call_seen)
+        self.stop_searching = lambda: self.ledger.set(module_class, "__call__", call)
+
+    def _meet(self, module: Any) -> None:
+        """A module's first forward pass; the other ranks are at the same place."""
+        if any(root() is module for root in self.roots) or not any(p.requires_grad for p in module.parameters()):
+            return
+        parameters = [*module.parameters()]
+        if not self.joined:
+            self.joined = True
+            self.place.join(self.torch, parameters[0].device.type, self.ledger)
+        self.roots.append(weakref.ref(module))
+        self._make_equal([*parameters, *module.buffers()])
+        if self.division.batchnorm == ALL:
+            over_all_ranks(self.torch, module, self.ledger)
+        self.scene.wrap_forward(module, self._wrap_forward, self.ledger)
+
+    def _make_equal(self, tensors: Iterable[Any]) -> None:
+        """What rank 0 has, every rank has."""
+        for tensor in tensors:
+            self.torch.distributed.broadcast(tensor.data, src=0)
+
+    def _wrap_forward(self, forward: Callable) -> Callable:
+        divided, torch = self, self.torch
+
+        @wraps(forward)
+        def forward_divided(*args: Any, **kwargs: Any) -> Any:
+            if divided.depth:
+                return forward(*args, **kwargs)
+            at_the_door = divided.division.batches == DOOR and torch.is_grad_enabled() and not divided.in_backward
+            if not torch.is_grad_enabled():
+                divided._before_evaluation()
+            elif at_the_door:
+                args, kwargs = divided._through_the_door(args, kwargs)
+            divided.depth += 1
+            try:
+                with divided.batches.streams.own() if at_the_door and divided.division.draws == OWN else nullcontext():
+                    return forward(*args, **kwargs)
+            finally:
+                divided.depth -= 1
+
+        return forward_divided
+
+    def _before_evaluation(self) -> None:
+        if self.stale_buffers:
+            self.stale_buffers = False
+            self._make_equal(buffer for root in self._live_roots() for buffer in root.buffers())
+
+    def _through_the_door(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        samples = next((each.shape[0] for each in (*args, *kwargs.values()) if isinstance(each, self.torch.Tensor) and each.dim()), None)
+        if samples is None:
+            return args, kwargs
+        cut = self.batches.cut
+        return tuple(cut(each, samples) for each in args), {name: cut(each, samples) for name, each in kwargs.items()}
+
+    def _live_roots(self) -> list[Any]:
+        return [root for ref in self.roots if (root := ref()) is not None]
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def _wrap_backward(self, backward: Callable) -> Callable:
+        divided, torch = self, self.torch
+
+        @wraps(backward)
+        def backward_divided(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if divided.in_backward or not divided.joined or divided.batches.share is None:
+                return backward(tensors, grad_tensors, *args, **kwargs)
+            losses = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+            factor = divided._factor()
+            divided.in_backward = True
+            try:
+                result = backward(losses, weighted(torch, losses, grad_tensors, factor), *args, **kwargs)
+            finally:
+                divided.in_backward = False
+            if divided.exchanges:
+                divided._exchange([divided.scene.without_scale(loss) for loss in losses if not loss.dim()], factor)
+            return result
+
+        return backward_divided
+
+    def _factor(self) -> float:
+        """What the share's loss is multiplied with, so that the average over all ranks is the loss of the whole batch."""
+        assert self.batches.share is not None
+        weight = self.batches.share.weight
+        return (float(self.place.world) if weight else 0.0) if self.division.reduction == SUM else weight * self.place.world
+
+    def _exchange(self, losses: list[Any], factor: float) -> None:
+        parameters = [p for p in self._all_parameters() if p.requires_grad]
+        if self.exchange is None or not _the_same(self.exchange.parameters, parameters):
+            self.exchange = Exchange(self.torch, self.place.world, parameters)
+        averages = self.exchange.average([loss.detach() * factor for loss in losses])
+        for loss, average in zip(losses, averages, strict=True):
+            loss.data.copy_(average)  # what the script prints, and decides by
+        self.stale_buffers = True
+        if self.stop_searching is not None and self.scene.steps >= SEARCHING_STEPS:
+            self.stop_searching()
+            self.stop_searching = None
+
+    def _all_parameters(self) -> list[Any]:
+        """Of the optimizers and of the modules that train, in the same order on every rank."""
+        optimizers = self.scene.optimizers
+        shows = (len(self.roots), *(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups))
+        if shows != self.everything[0]:
+            found = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+            found += [p for root in self._live_roots() for p in root.parameters()]
+            self.everything = shows, list({id(p): p for p in found}.values())
+        return self.everything[1]
+
+
+def weighted(torch: Any, losses: tuple, given: Any, factor: float) -> Any:
+    """The gradients that a backward pass starts from, times ``factor``."""
+    if factor == 1.0:
+        return given
+    each = (given,) * len(losses) if given is None or isinstance(given, torch.Tensor) else tuple(given)
+    return tuple(torch.full_like(loss, factor) if start is None else start * factor for loss, start in zip(losses, each, strict=True))
+
+
+def _the_same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

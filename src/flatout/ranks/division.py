@@ -1,0 +1,43 @@
+"""How a program divides over ranks: the value of the lever `data_parallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MEAN, SUM = "mean", "sum"
+INDEX, CUT, DOOR = "index", "cut", "door"
+OWN, ALL = "own", "all"
+WORDS = {"reduction": (MEAN, SUM), "batches": (INDEX, CUT, DOOR), "batchnorm": (OWN, ALL), "draws": (OWN, ALL)}
+
+
+@dataclass(frozen=True)
+class Division:
+    """``loaders`` are the places of those that train, in the order in which the script makes them; a text in a plan, as in "0,2".
+
+    ``reduction``: the loss is a mean or a sum over samples. ``batches``: divided by index before they are fetched, cut after that, or cut at the door of the
+    model. ``batchnorm``: statistics of each rank's own share or of all. ``draws``: random numbers of each rank's own, or those of one process.
+    """
+
+    reduction: str = MEAN
+    batches: str = INDEX
+    loaders: tuple[int, ...] = (0,)
+    batchnorm: str = OWN
+    draws: str = OWN
+
+    @classmethod
+    def read(cls, value: Any) -> Division:
+        """Raises TypeError, with a sentence, for what is no such value."""
+        if not isinstance(value, Mapping) or not set(value) <= {*WORDS, "loaders"}:
+            raise TypeError(f"the value of data_parallel is a table with some of {', '.join([*WORDS, 'loaders'])}, not {value!r}")
+        for name, allowed in WORDS.items():
+            if value.get(name, allowed[0]) not in allowed:
+                raise TypeError(f"{name} is one of {', '.join(allowed)}, not {value[name]!r}")
+        loaders = str(value.get("loaders", "0")).split(",")
+        if not all(each.strip().isdigit() for each in loaders if each):
+            raise TypeError(f'loaders are numbers with commas, as in "0,2", not {value["loaders"]!r}')
+        return cls(**{name: value[name] for name in WORDS if name in value}, loaders=tuple(int(each) for each in loaders if each))
+
+    def to_value(self) -> dict[str, Any]:
+        return {**{name: getattr(self, name) for name in WORDS}, "loaders": ",".join(map(str, self.loaders))}

@@ -1,0 +1,71 @@
+"""Batch normalisation over the batch of all ranks: statistics of the whole, by sums that are exchanged in both passes.
+
+torch's SyncBatchNorm does this on CUDA alone; this one does it on any device, by torch's own operators, and for uneven shares.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def over_all_ranks(torch: Any, root: Any, ledger: Any) -> int:
+    """Let every batch normalisation of ``root`` that trains look at all ranks. Answers how many there are."""
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    found = [module for module in root.modules() if isinstance(module, kind)]
+    for module in found:
+        ledger.set(module, "forward", _forward_of(torch, module, module.forward), new=True)
+    return len(found)
+
+
+def _forward_of(torch: Any, module: Any, really: Any) -> Any:
+    total = _sum_of_ranks(torch)
+
+    def forward(x: Any) -> Any:
+        if not (module.training and torch.is_grad_enabled()):
+            return really(x)
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        count = wide.new_tensor([wide.numel() / wide.shape[1]])
+        sums = total(torch.cat([wide.sum(dims), count]))
+        n = sums[-1].detach()
+        mean = sums[:-1] / n
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        centred = wide - mean.view(shape)
+        variance = total(centred.square().sum(dims)) / n
+        _note(torch, module, mean.detach(), variance.detach() * n / (n - 1))
+        normed = centred * torch.rsqrt(variance + module.eps).view(shape)
+        if module.affine:
+            normed = normed * module.weight.view(shape) + module.bias.view(shape)
+        return normed.to(x.dtype)
+
+    return forward
+
+
+def _note(torch: Any, module: Any, mean: Any, variance: Any) -> None:
+    """The running statistics, as torch keeps them."""
+    if not module.track_running_stats or module.running_mean is None:
+        return
+    with torch.no_grad():
+        module.num_batches_tracked.add_(1)
+        share = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+        module.running_mean.mul_(1 - share).add_(mean.to(module.running_mean.dtype), alpha=share)
+        module.running_var.mul_(1 - share).add_(variance.to(module.running_var.dtype), alpha=share)
+
+
+def _sum_of_ranks(torch: Any) -> Any:
+    """The sum over all ranks, whose gradient is the sum of their gradients."""
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: Any) -> Any:
+            x = x.clone()
+            torch.distributed.all_reduce(x)
+            return x
+
+        @staticmethod
+        def backward(context: Any, gradient: Any) -> Any:
+            gradient = gradient.clone()
+            torch.distributed.all_reduce(gradient)
+            return gradient
+
+    return Sum.apply

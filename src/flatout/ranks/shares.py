@@ -1,0 +1,70 @@
+"""How a batch is divided: each rank takes consecutive samples, the first ranks one more where it does not come out even.
+
+Every rank draws the batches of the whole program, in the plain run's order, and fetches only the samples of its own share. A batch with fewer
+samples than ranks is computed whole by everyone and counts on rank 0 alone, so that no rank has to go on without one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+class CannotDivide(Exception):
+    """Why this program cannot be divided over ranks: a sentence without its stop."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Samples ``start`` to ``stop`` of a batch of ``samples``. ``weight`` is its part of a mean over the batch; the weights of all ranks add up to 1."""
+
+    samples: int
+    start: int
+    stop: int
+    weight: float
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def share(samples: int, rank: int, world: int) -> Share:
+    """What ``rank`` of ``world`` takes of a batch."""
+    if samples < world:
+        return Share(samples, 0, samples, 1.0 if rank == 0 else 0.0)
+    each, more = divmod(samples, world)
+    start = rank * each + min(rank, more)
+    stop = start + each + (rank < more)
+    return Share(samples, start, stop, (stop - start) / samples)
+
+
+class DividedBatches:
+    """Takes the place of the sampler that an iterator of a DataLoader draws its batches from."""
+
+    def __init__(self, batches: Any, rank: int, world: int) -> None:
+        self.batches, self.rank, self.world = batches, rank, world
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> DividedIterator:
+        return DividedIterator(iter(self.batches), self.rank, self.world)
+
+
+class DividedIterator:
+    """``drawn`` are the shares of the batches that were drawn and not yet taken: workers draw ahead, and hand batches out in order."""
+
+    def __init__(self, batches: Iterator[Any], rank: int, world: int) -> None:
+        self.batches, self.rank, self.world = batches, rank, world
+        self.drawn: deque[Share] = deque()
+
+    def __iter__(self) -> DividedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self.batches)
+        part = share(len(batch), self.rank, self.world)
+        self.drawn.append(part)
+        return batch[part.start:part.stop]

@@ -1,0 +1,131 @@
+"""The random numbers of a program that runs in several processes.
+
+All ranks start from the same state, and draw the order of the samples from it alike: the *common* stream, which is the plain run's where nothing else
+draws. What a rank draws for its own samples (dropout, noise, augmentation) must differ from rank to rank, or the samples of a batch would share their
+noise: that comes from its *own* stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Streams:
+    """The default generator of torch. It holds one of the two streams at a time, and the other one waits.
+
+    Where batches come from a DataLoader the script draws from its own stream, but inside ``common`` (``part`` begins that); where it draws its
+    batches itself, from the common one, but inside ``own``.
+    """
+
+    def __init__(self, torch: Any, rank: int) -> None:
+        self.torch, self.rank = torch, rank
+        self._waiting: Any = None  # the state of the stream that nobody draws from
+        self._in_own = False
+
+    def part(self) -> None:
+        """From here on the script draws from the rank's own stream."""
+        if not self._in_own:
+            self._swap(to_own=True)
+
+    @contextmanager
+    def common(self) -> Iterator[None]:
+        """What is drawn in here is drawn by every rank alike."""
+        with self._held(own=False):
+            yield
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """What is drawn in here is this rank's."""
+        with self._held(own=True):
+            yield
+
+    @contextmanager
+    def _held(self, own: bool) -> Iterator[None]:
+        if own == self._in_own:
+            yield
+            return
+        self._swap(own)
+        try:
+            yield
+        finally:
+            self._swap(not own)
+
+    def _swap(self, to_own: bool) -> None:
+        torch, now = self.torch, self.torch.get_rng_state()
+        if self._waiting is None:
+            torch.default_generator.manual_seed(offset(int(torch.initial_seed()), self.rank))
+        else:
+            torch.set_rng_state(self._waiting)
+        self._waiting, self._in_own = now, to_own
+
+
+class HostStreams:
+    """The generators of ``random`` and numpy while samples are fetched in this process: each rank's own, and put back, so that what the script itself decides
+    by them stays the same on every rank. A data set that draws nothing in its first fetches is not asked again."""
+
+    FETCHES = 8
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._own: Any = None
+        self._fetches = 0
+        self._draws = False
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        if self._fetches >= self.FETCHES and not self._draws:
+            yield
+            return
+        self._fetches += 1
+        common = _state()
+        if self._own is None:
+            self._own = _seeded(common, self.rank)
+        _set_state(self._own)
+        try:
+            yield
+        finally:
+            now = _state()
+            self._draws = self._draws or not _same(now, self._own)
+            self._own = now
+            _set_state(common)
+
+
+def offset(seed: int, rank: int) -> int:
+    """The seed of a rank's own stream."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {rank}".encode()).digest()[:7], "big")
+
+
+def _numpy() -> Any:
+    numpy: Any = sys.modules.get("numpy")
+    return numpy.random if numpy is not None and hasattr(numpy, "random") else None
+
+
+def _state() -> tuple[Any, Any]:
+    numpy = _numpy()
+    return random.getstate(), numpy.get_state() if numpy is not None else None
+
+
+def _set_state(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        _numpy().set_state(state[1])
+
+
+def _seeded(state: tuple[Any, Any], rank: int) -> tuple[Any, Any]:
+    """The state of both generators, seeded from the common one for this rank. Moves the generators."""
+    seed = offset(hash(state[0][1][:8]), rank)
+    random.seed(seed)
+    if state[1] is not None:
+        _numpy().seed(seed % 2**32)
+    return _state()
+
+
+def _same(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+    if a[0] != b[0] or (a[1] is None) != (b[1] is None):
+        return False
+    return a[1] is None or bool(a[1][2] == b[1][2] and (a[1][1] == b[1][1]).all())
