@@ -45,7 +45,7 @@ STARTERS = {"subprocess", "pty", "multiprocessing", "pexpect"}
 STARTING_CALLS = ("exec", "fork", "spawn", "posix_spawn", "system", "popen")
 LOUD_CALLS = {"print", "exit", "quit", "sys.exit", "click.echo", "click.secho"}
 LOUD_STREAMS = {"sys.stderr.write", "sys.stdout.write", "sys.__stderr__.write", "sys.__stdout__.write"}
-MAY_WRITE_STDERR = {"capture/bootstrap.py", "capture/site/sitecustomize.py"}
+MAY_WRITE_STDERR = {"capture/bootstrap.py", "capture/site/sitecustomize.py", "launch/gang.py"}
 
 
 def room_of(name: str) -> str:
@@ -234,6 +234,7 @@ def test_no_room_hides_in_a_single_file():
         ("render/terminal.py", "import click\nclick.echo('x')", "only cli/ prints or exits"),
         ("capture/scene.py", "import sys\nsys.stderr.write('x')", "only cli/ prints"),
         ("capture/bootstrap.py", "import sys\nsys.stdout.write('x')", "only cli/ prints"),
+        ("launch/gang.py", "print('x')", "only cli/ prints"),
         ("levers/tf32.py", "def apply(torch):\n    torch.backends.cudnn.allow_tf32 = True", "through the ledger alone"),
         ("trial/worker.py", "import sys\nsys.excepthook = None", "through the ledger alone"),
         ("levers/tf32.py", "def apply(flags):\n    setattr(flags, 'fp32_precision', 'tf32')", "through the ledger alone"),
@@ -260,6 +261,7 @@ def test_a_broken_rule_is_seen(name, source, words):
         ("cli/main.py", "import sys, click\nsys.exit(0)\nclick.echo('x')\nprint('x')"),
         ("capture/ledger.py", "setattr(object(), 'a', 1)"),
         ("capture/bootstrap.py", "import sys\nsys.stderr.write('x')"),
+        ("launch/gang.py", "import sys\nsys.stderr.write('x')"),
         ("trial/worker.py", "from flatout.engine.applier import Applier\nfrom flatout.plan.plan import Plan"),
         ("trial/worker.py", "class A:\n    def __init__(self):\n        self.x = 1"),
     ],

@@ -149,7 +149,7 @@ def _unravel(at: int, shape: list[int]) -> list[int]:
 
 def _processes(record: FailureRecord, error: BaseException, torch: Any) -> None:
     for name, key in (("RANK", "rank"), ("WORLD_SIZE", "world_size")):
-        value = os.environ.get(name, "")
+        value = os.environ.get(f"FLATOUT_{name}") or os.environ.get(name, "")
         if value.isdigit():
             record.__dict__[key] = int(value)
     record.facts["python"] = sys.version.split()[0]

@@ -1,5 +1,6 @@
 """What a program says when it dies: after its own traceback, unchanged, an explanation that is computed only then.
 
+Of several ranks only the first that fails is explained: the others mostly fail because of it.
 The explanation comes from an entry ("module:function") named by FLATOUT_EXPLAIN, which is called with the exception and answers lines. At
 the start of a program nothing but this file is read.
 """
@@ -10,6 +11,7 @@ import atexit
 import os
 import sys
 
+from flatout.capture.firstwords import of_this_launch
 from flatout.capture.ledger import Ledger
 
 TYPE_CHECKING = False
@@ -28,19 +30,24 @@ class LastWords:
         self.first = os.environ.get("FLATOUT_FIRST", "")
         self.ledger = Ledger()
         self.heard = False
+        self.launcher = of_this_launch()  # who hears of it first, where several ranks are one program
         self.before = self.ledger.set(sys, "excepthook", self.hear)
 
     def hear(self, kind: Any, error: Any, trace: Any) -> None:
         self.heard = True
+        silent = self.launcher is not None and not self.launcher.hear(error)
         self.before(kind, error, trace)
-        self.explain(error)
+        if not silent:
+            self.explain(error)
 
     def leave(self) -> None:
         """At the end: a program that has put a hook of its own in the place of ours has died unheard."""
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         # Test runners and debuggers set last_value for what they caught; what really ended the program went through the hook.
-        if not self.heard and error is not None and sys.excepthook != self.hear:
+        if not self.heard and error is not None and sys.excepthook != self.hear and (self.launcher is None or self.launcher.hear(error)):
             self.explain(error)
+        if self.launcher is not None:
+            self.launcher.leave()
         if self._is_first():
             try:
                 os.unlink(self.told)

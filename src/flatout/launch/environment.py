@@ -26,10 +26,12 @@ def listening(told: Path, becomes: bool) -> dict[str, str]:
 
     ``told`` will be made by the one process of the program that explains its death.
     """
-    environment = dict(os.environ)
-    before = environment.get("PYTHONPATH", "")
-    environment["PYTHONPATH"] = f"{SITE}{os.pathsep}{before}" if before else str(SITE)
-    environment["FLATOUT_EXPLAIN"] = EXPLAIN
-    environment["FLATOUT_TOLD"] = str(told)
-    environment["FLATOUT_FIRST"] = str(os.getpid()) if becomes else ""
-    return environment
+    return {**heard(os.environ), "FLATOUT_TOLD": str(told), "FLATOUT_FIRST": str(os.getpid()) if becomes else ""}
+
+
+def heard(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment with our site folder first on PYTHONPATH, so that the last words of each Python process are heard."""
+    before = environment.get("PYTHONPATH", "")  # kept as it is: an empty part of it is the current folder
+    if before.split(os.pathsep)[0] != str(SITE):
+        before = f"{SITE}{os.pathsep}{before}" if before else str(SITE)
+    return {**environment, "PYTHONPATH": before, "FLATOUT_EXPLAIN": EXPLAIN}

@@ -1,0 +1,88 @@
+"""Who a rank is: the environment that tells it, its device, its share of the cores. The script itself must believe to be alone."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping, Sequence
+
+from flatout.launch.asking import Asked
+from flatout.plan.errors import UsageError
+
+# Where a program that divides itself looks for other ranks: torchrun's variables, those of Slurm's steps and of MPI's launchers (Lightning, Accelerate,
+# DeepSpeed and Transformers read them all).
+OF_RANKS = frozenset((
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
+    "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "PMI_RANK", "PMI_SIZE", "PMIX_RANK",
+    "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE",
+))
+FAMILIES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
+DEVICES = "CUDA_VISIBLE_DEVICES"
+NVIDIA_SMI_S = 20.0  # without persistence mode it wakes every GPU first
+
+
+def rank_environment(environment: Mapping[str, str], *, rank: int, local_rank: int, world: int, local_world: int, meeting: str, gang: str = "",
+                     device: str | None = None, cores: int | None = None) -> dict[str, str]:
+    """``environment`` as one rank gets it. ``meeting`` is where the ranks meet (``file:///path``, ``tcp://host:port``), ``gang`` the folder of the launch.
+
+    ``device`` is the one CUDA device that this rank sees. ``cores`` are divided between the local ranks, where the person has set no number of threads.
+    """
+    own = {name: value for name, value in environment.items() if name not in OF_RANKS and not name.startswith(FAMILIES)}
+    own |= {"FLATOUT_RANK": str(rank), "FLATOUT_LOCAL_RANK": str(local_rank), "FLATOUT_WORLD_SIZE": str(world), "FLATOUT_LOCAL_WORLD_SIZE": str(local_world),
+            "FLATOUT_MEETING": meeting}
+    if gang:
+        own["FLATOUT_GANG"] = gang
+    if device is not None:
+        own[DEVICES] = device
+    if cores is not None and not own.get("OMP_NUM_THREADS"):
+        own["OMP_NUM_THREADS"] = str(max(cores // local_world, 1))
+    return own
+
+
+def cuda_devices(environment: Mapping[str, str], procs: int) -> list[str]:
+    """One device for each of ``procs`` ranks: of those that CUDA_VISIBLE_DEVICES lists (numbers, UUIDs, parts of a GPU), else of all. Raises UsageError."""
+    listed = environment.get(DEVICES)
+    there = _gpus()
+    found = _listed(listed, there) if listed is not None else [str(number) for number in range(there)]
+    if len(found) >= procs:
+        return found[:procs]
+    where = "on this machine" if listed is None else f"in {DEVICES}={listed!r}"
+    said = f"there is one CUDA device {where}" if len(found) == 1 else f"there are {len(found) or 'no'} CUDA devices {where}"
+    instead = f"`--gpus {len(found)}`" if found else "`--procs N` runs the ranks on the CPU, `flatout doctor` says what keeps a GPU from being used"
+    raise UsageError(f"{said}, and {procs} ranks need one each. {instead}{'' if listed is None or not found else f', or list more in {DEVICES}'}.")
+
+
+def _listed(text: str, there: int) -> list[str]:
+    """CUDA reads the list up to the first entry that is none: `0,1,-1,2` shows two devices. Source: CUDA programming guide, environment variables.
+
+    ``there`` is how many GPUs the machine has; 0 is "not known", for a list may come from where files and nvidia-smi are not.
+    """
+    found: list[str] = []
+    for entry in (word.strip() for word in text.split(",")):
+        if not (entry.isdigit() or entry.startswith(("GPU-", "MIG-"))) or entry in found:
+            break
+        if entry.isdigit() and there and int(entry) >= there:
+            break
+        found.append(entry)
+    return found
+
+
+def _gpus() -> int:
+    """Those of this machine or container: their files, else (WSL has none) what nvidia-smi lists."""
+    files = glob.glob("/dev/nvidia[0-9]*")
+    if files:
+        return len(files)
+    said = Asked(["nvidia-smi", "-L"]).answer(NVIDIA_SMI_S)
+    return sum(line.startswith("GPU ") for line in said.out.splitlines()) if said.code == 0 else 0
+
+
+def cores_here() -> int:
+    """Cores that this process may run on. A quota of its control group is for who has read it (``probe.machine``) to say."""
+    return len(os.sched_getaffinity(0))
+
+
+def one_each(devices: Sequence[str], procs: int) -> Sequence[str]:
+    """Raises UsageError where some rank would be without a device."""
+    if len(devices) < procs:
+        raise UsageError(f"{procs} ranks need a device each, and {len(devices)} were named ({', '.join(devices) or 'none'}). Name more, or start fewer ranks.")
+    return devices
