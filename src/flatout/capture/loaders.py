@@ -42,6 +42,9 @@ class Loaders:
         self.seen: list[dict[str, Any]] = []
         self.number: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # loader -> its place in ``seen``
         self.alive: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()  # loader -> what the script asked for
+        self.alike: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # loader -> the place of the first that was made like it
+        self._ways: dict[tuple[Any, ...], int] = {}
+        self._first: list[int] = []
         self.fed: Counter[int] = Counter()  # place in ``seen`` -> backward passes that came after a batch of this loader
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # iterator -> its loader's place in ``seen``
         self._last: int | None = None  # whose batch was the last that was taken
@@ -88,6 +91,8 @@ class Loaders:
         if changed.get("persistent_workers") and not asked.get("persistent_workers"):
             self._made_persistent.add(loader)
         self.number[loader] = len(self.seen)
+        self.alike[loader] = first = self._ways.setdefault(way_of(dataset, asked), len(self.seen))
+        self._first.append(first)
         self.seen.append({**_describe(loader, dataset, asked), "place": place.to_json() if place is not None else None})
 
     def meet(self, loader: Any) -> None:
@@ -110,6 +115,8 @@ class Loaders:
         other = type(loader)(**changed)
         del self.alive[loader]
         self.seen.clear()
+        self._first.clear()
+        self._ways.clear()
         self._note(other, asked, changed)
         return other
 
@@ -197,6 +204,10 @@ class Loaders:
             self.fed[self._last] += 1
             self._last = None
 
+    def first_like(self, number: int) -> int:
+        """The place of the first loader that was made like this one."""
+        return self._first[number]
+
     def data_is_random(self) -> bool:
         """Whether fetching a sample of the first map-style data set draws random numbers; True where it cannot be told."""
         dataset = self._dataset() if self._dataset is not None else None
@@ -260,6 +271,16 @@ def arguments_of(loader: Any, torch: Any) -> dict[str, Any]:
     if loader.num_workers and loader.prefetch_factor is not None:
         asked["prefetch_factor"] = loader.prefetch_factor
     return asked
+
+
+def way_of(dataset: Any, asked: dict[str, Any]) -> tuple[Any, ...]:
+    """What two loaders share that are the same to the script: one that it makes anew for each epoch, say."""
+    try:
+        length = len(dataset)
+    except Exception:
+        length = None
+    plain = [asked.get(name, default) for name, default in (("batch_size", 1), ("shuffle", None), ("drop_last", False), ("num_workers", 0))]
+    return (type(dataset), length, *plain, type(asked.get("sampler")), type(asked.get("batch_sampler")))
 
 
 def _weakly(thing: Any) -> Callable[[], Any]:

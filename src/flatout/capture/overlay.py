@@ -24,7 +24,8 @@ CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")  # co
 
 
 class Overlay:
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, keeps_temporary: bool = False) -> None:
+        """``keeps_temporary``: also what is written under a fixed name into the folder for temporary files is the script's own."""
         self.folder = folder
         self.moved: dict[str, str | None] = {}  # None: removed by the script, and still there
         self.made: list[str] = []  # folders
@@ -36,7 +37,7 @@ class Overlay:
         temporary, cwd = _folder(tempfile.gettempdir()), _folder(os.getcwd())
         caches = [os.environ[name] for name in CACHES if os.environ.get(name)] + [os.path.expanduser(f"~/{name}") for name in (".cache", ".triton")]
         self._outside = (*SYSTEM, _folder(folder), *(_folder(path) for path in caches))
-        self._temporary = temporary
+        self._temporary = "\0" if keeps_temporary else temporary  # no path begins so
         self._project = cwd if cwd.startswith(temporary) and cwd != temporary else None  # people keep projects in /tmp
 
     @contextmanager

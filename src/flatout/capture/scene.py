@@ -22,7 +22,7 @@ from typing import Any
 from flatout.capture.batches import rows, samples_in
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Guarded, Listener
-from flatout.capture.loaders import FeedRule, LoaderRule, Loaders
+from flatout.capture.loaders import FeedRule, LoaderRule, Loaders, way_of
 from flatout.capture.pickles import keep_out_of_pickles
 from flatout.capture.scalers import Scalers
 from flatout.capture.steps import StepBoundaries
@@ -137,7 +137,7 @@ class Scene:
     @property
     def loaders_that_train(self) -> list[int]:
         """The places in ``loaders`` of all that a backward pass was fed from."""
-        return sorted(self._loaders.fed)
+        return sorted({self._loaders.first_like(number) for number in self._loaders.fed})
 
     @property
     def live_loaders(self) -> list[Any]:
@@ -147,6 +147,15 @@ class Scene:
     def number_of_loader(self, loader: Any) -> int | None:
         """The place of a DataLoader in ``loaders``; None for one that was made before we came."""
         return self._loaders.number.get(loader)
+
+    def first_loader_like(self, loader: Any) -> int | None:
+        """The place of the first DataLoader that was made like this one: itself, or that of an epoch before."""
+        return self._loaders.alike.get(loader)
+
+    @staticmethod
+    def way_of_loader(dataset: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+        """What loaders have in common that are made alike."""
+        return way_of(dataset, arguments)
 
     @staticmethod
     def samples_in(batch: Any, asked: int | None = None) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from flatout.capture.aside import keep_aside
 from flatout.capture.bootstrap import say, speaks_first
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
@@ -36,7 +37,10 @@ class Attached(Listener):
         left_out = dict(job.get("left_out", ()))
         self.early = [Outcome(c, c.name not in left_out, left_out.get(c.name, "")) for c in self.plan
                       if any(lever.name == c.name and lever.moment is Moment.PROCESS for lever in TABLE)]
+        self.rank = int(os.environ.get("FLATOUT_RANK", os.environ.get("RANK", "0")))
         self.scene = Scene(torch, self, Ledger())
+        if os.environ.get("FLATOUT_GANG"):
+            keep_aside(torch, os.environ["FLATOUT_GANG"], self.rank, self.scene.ledger)
         self.applier = Applier(TABLE, Facts.from_json(job["facts"]), self.scene)
         self.applier.start(self.plan, EARLY)
         self.scene.install()
@@ -49,7 +53,7 @@ class Attached(Listener):
     def step_end(self) -> None:
         if self.scene.steps == 1:
             self.applier.start(self.plan, LATE)
-            self.speaks = os.environ.get("RANK", "0") == "0" and speaks_first(os.environ["FLATOUT_JOB"])
+            self.speaks = self.rank == 0 and speaks_first(os.environ["FLATOUT_JOB"])
             if self.speaks:
                 say(one_line([*self.early, *self.applier.outcomes]))
         elif self.scene.steps >= 3:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import tempfile
 import uuid
 from pathlib import Path
+from typing import Any, NoReturn
 
 import click
 
@@ -14,7 +16,7 @@ from flatout.cli.arguments import PROGRAM, Duration, program, read_plan, words_o
 from flatout.launch.command import Command, understand
 from flatout.launch.environment import attached, listening
 from flatout.levers import TABLE
-from flatout.plan.errors import FlatoutError, ProgramNotFound
+from flatout.plan.errors import FlatoutError, ProgramNotFound, UsageError
 from flatout.plan.facts import Facts
 from flatout.plan.folder import read_json, write_json
 from flatout.plan.plan import Plan
@@ -28,29 +30,64 @@ ENTRY = "flatout.cli.attached:attach"
 @click.command(context_settings=PROGRAM)
 @click.option("--plan", "plan_path", default=None, help="A plan file, or `none`; else the plan tuned for this command, script, machine and versions.")
 @click.option("--budget", default=None, type=Duration(), help="Tune first for this long, where no plan fits.")
+@click.option("--procs", default=1, show_default=True, type=click.IntRange(1), help="Train as so many ranks on this machine what was written for one process.")
+@click.option("--gpus", default=0, type=click.IntRange(0), help="The same with one CUDA device each.")
+@click.option("--sync-batchnorm", is_flag=True, help="With several ranks: batch normalisation over the whole batch, for an exchange a layer.")
+@click.option("--rehearse", is_flag=True, help="With several ranks: compare them with one process once more, though it was done before.")
 @click.option("--watch", is_flag=True, help="A live line on standard error: samples/s, waiting for data, cores, memory, MFU where FLOPs are known.")
 @program
-def command(plan_path: str | None, budget: float | None, watch: bool, words: tuple[str, ...]) -> None:
+def command(plan_path: str | None, budget: float | None, procs: int, gpus: int, sync_batchnorm: bool, rehearse: bool, watch: bool,
+            words: tuple[str, ...]) -> int:
     """Run a program under its plan.
 
-    The program takes this process over: its input, output, signals and exit code are its own.
+    The program takes this process over: its input, output, signals and exit code are its own. With --procs or --gpus it is started several times, each on
+    its share of every batch, after a rehearsal has shown that this learns the same.
     """
     cmd = understand(words_or_usage(words, "run"))
+    ranks = _ranks_asked(procs, gpus, sync_batchnorm, rehearse)
     facts = look()
     plan, remark = _plan_for(cmd, facts, plan_path)
     if plan is None and budget:
         plan = _tune_first(words, budget)
-    if plan is None:
+    if plan is None and ranks is None:
         remark = remark or "no plan fits this command yet"
         _say(f"{remark}; running it as it is. To tune: flatout tune {' '.join(words)}")
     elif remark:
         _say(remark)
+    if ranks is not None:
+        return _run_as_ranks(cmd, facts, plan or Plan(), ranks, known_ideal(cmd) if watch else None)
     if not watch and not (plan is not None and len(plan)):
         _become(cmd, _listening())
     if cmd.closed:
         _say(f"nothing can be applied: `python {cmd.closed}` keeps flatout out; leave the option away")
         _become(cmd, dict(os.environ))
-    _become(cmd, _environment(plan or Plan(), facts, known_ideal(cmd) if watch else None))
+    return _become(cmd, _environment(plan or Plan(), facts, known_ideal(cmd) if watch else None))
+
+
+def _ranks_asked(procs: int, gpus: int, sync_batchnorm: bool, again: bool) -> Any:
+    """None for one process. Raises UsageError."""
+    if gpus and procs > 1 and gpus != procs:
+        raise UsageError(f"--procs {procs} and --gpus {gpus} do not agree; --gpus {gpus} alone starts {gpus} ranks with a GPU each.")
+    if max(procs, gpus) == 1:
+        return None
+    from flatout.cli.dividing import Asked
+
+    return Asked(max(procs, gpus), bool(gpus), sync_batchnorm, again)
+
+
+def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, asked: Any, watch: dict[str, float] | None) -> int:
+    from flatout.cli.dividing import divided_plan, division, run_divided
+    from flatout.tune.rehearsal import LEVER
+
+    if cmd.closed:
+        raise UsageError(f"`python {cmd.closed}` keeps flatout out, and the program would train {asked.procs} times the same. Leave the option away.")
+    given = plan.get(LEVER)
+    value = given.value if given is not None and isinstance(given.value, dict) else division(cmd, facts, asked)
+    plan, left_out = divided_plan(plan, value)
+    if [name for name in left_out if name != LEVER]:
+        _say(f"with several ranks these levers of the plan are left out: {', '.join(name for name in left_out if name != LEVER)}")
+    environment = _environment(plan, facts, watch, seed=secrets.randbits(31))
+    return run_divided(cmd, asked, Path(environment["FLATOUT_JOB"]), environment)
 
 
 def known_ideal(cmd: Command) -> dict[str, float]:
@@ -100,8 +137,11 @@ def _tune_first(words: tuple[str, ...], budget: float) -> Plan | None:
     return plan_of(session)
 
 
-def _environment(plan: Plan, facts: Facts, watch: dict[str, float] | None = None) -> dict[str, str]:
-    """The environment for the program: the job that names the plan, and what PROCESS levers need. A lever that cannot be had is left out."""
+def _environment(plan: Plan, facts: Facts, watch: dict[str, float] | None = None, seed: int | None = None) -> dict[str, str]:
+    """The environment for the program: the job that names the plan, and what PROCESS levers need. A lever that cannot be had is left out.
+
+    ``seed``: several ranks must begin with the same random numbers, where the script does not seed itself.
+    """
     extra: dict[str, str] = {}
     left_out: list[tuple[str, str]] = []
     for lever in TABLE:
@@ -117,8 +157,9 @@ def _environment(plan: Plan, facts: Facts, watch: dict[str, float] | None = None
             left_out.append((choice.name, str(error)))
     job = Path(tempfile.mkdtemp(prefix="flatout-run-")) / "job.json"
     # exec keeps the process number, which is how the program knows itself among its children.
-    write_json(job, {"entry": ENTRY, "plan": plan.to_json(), "facts": facts.to_json(), "pid": os.getpid(), "left_out": left_out, "watch": watch})
-    return attached(job, extra, becomes=True)
+    write_json(job, {"entry": ENTRY, "plan": plan.to_json(), "facts": facts.to_json(), "pid": os.getpid(), "left_out": left_out, "watch": watch,
+                     "seed": seed})
+    return attached(job, extra, becomes=seed is None)
 
 
 def _listening() -> dict[str, str]:
@@ -126,7 +167,7 @@ def _listening() -> dict[str, str]:
     return listening(Path(tempfile.gettempdir()) / f"flatout-{uuid.uuid4().hex}.explained", becomes=True)
 
 
-def _become(cmd: Command, environment: dict[str, str]) -> None:
+def _become(cmd: Command, environment: dict[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     try:

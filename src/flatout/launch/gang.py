@@ -245,6 +245,12 @@ class Gang:
             self.say(f"flatout: what the ranks printed, rank 0 apart: {self.folder}/rank*.log")
 
 
+def launcher_of(command: Command, procs: int, gpus: bool = False) -> Command:
+    """The command that starts ``command`` as ranks: for a trial, which runs one program."""
+    words = (sys.executable, "-m", "flatout.launch.gang", "--gpus" if gpus else "--procs", str(procs), "--", *command.argv)
+    return Command(command.typed, words, command.script, command.module, command.closed)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flatout.launch.gang", description="Start one program as several ranks on this machine.")
     count = parser.add_mutually_exclusive_group(required=True)

@@ -75,7 +75,7 @@ class _Rule:
         self.meant: tuple[Any, ...] | None = None
 
     def __call__(self, dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-        way = _way(dataset, arguments)
+        way = self.scene.way_of_loader(dataset, arguments)
         if self.made == self.loader:
             self.meant = way
         self.made += 1
@@ -86,15 +86,6 @@ class _Rule:
             self.scene.report(NAME, changed)
             return arguments
         return changed
-
-
-def _way(dataset: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    try:
-        length = len(dataset)
-    except Exception:
-        length = None
-    plain = [arguments.get(name, default) for name, default in (("batch_size", 1), ("shuffle", None), ("drop_last", False), ("num_workers", 0))]
-    return (type(dataset), length, *plain, type(arguments.get("sampler")), type(arguments.get("batch_sampler")))
 
 
 def resized(arguments: dict[str, Any], size: int) -> dict[str, Any] | str:

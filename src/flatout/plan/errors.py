@@ -7,6 +7,7 @@
     ├── ProgramFailed         the user's program failed by itself                        its own exit code
     ├── NothingMeasured       the program ran, but no training step could be measured    exit 3
     ├── TrialFailed           a trial died, hung or lost its program                     exit 3
+    ├── CannotDivide         a program that does not divide over ranks                    exit 5
     ├── LoopError             a Loop cannot train as it is asked to, or without a mistake exit 1
     └── StorageError          a folder or a disk refuses to be written                   exit 4
 """
@@ -46,6 +47,12 @@ class NothingMeasured(FlatoutError):
 
 class TrialFailed(FlatoutError):
     exit_code = 3
+
+
+class CannotDivide(FlatoutError):
+    """A program was to run as several ranks and would not learn the same."""
+
+    exit_code = 5
 
 
 class LoopError(FlatoutError):

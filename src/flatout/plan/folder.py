@@ -97,6 +97,10 @@ class JobFolder:
         return self.path / "profile.html"
 
     @property
+    def ranks(self) -> Path:
+        return self.path / "ranks.json"
+
+    @property
     def trials(self) -> Path:
         return self.path / "trials"
 

@@ -48,7 +48,7 @@ class Batches:
 
     def _trains(self, loader: Any) -> bool:
         """An evaluation runs without gradients, or over another loader."""
-        return self.torch.is_grad_enabled() and self.division.batches != DOOR and self.scene.number_of_loader(loader) in self.division.loaders
+        return self.torch.is_grad_enabled() and self.division.batches != DOOR and self.scene.first_loader_like(loader) in self.division.loaders
 
     def _wrap_iterator_init(self, init: Callable) -> Callable:
         batches, place, division = self, self.place, self.division

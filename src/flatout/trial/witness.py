@@ -46,12 +46,17 @@ class Witness(Worker):
             self._tell()
 
     def optimizer_begin(self, optimizer: Any) -> None:
+        """Where ``step`` takes a closure that computes them, there are no gradients yet."""
         if self.scene.steps:
             return
         if not self.gradients:
             self._sketch()
         if self.spec.shake:
             self._lead_astray(optimizer)
+
+    def optimizer_end(self, optimizer: Any) -> None:
+        if not self.scene.steps and not any(self.gradients):
+            self._sketch()
 
     def _lead_astray(self, optimizer: Any) -> None:
         """Each gradient off by ``shake`` of its length, as rounding might have it; the same for every run, and no draw of the program's."""

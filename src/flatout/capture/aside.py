@@ -1,0 +1,95 @@
+"""The files of a program that runs as several ranks: rank 0 writes them, and what the other ranks write is put aside, where each of them reads it back.
+
+So every rank saves, moves, removes and loads as the script says, and the person finds what one process would have left. Folders are everybody's:
+the first rank makes them, and the others, who have not found them a moment ago, are told that they have made them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.overlay import Overlay
+from flatout.capture.shelter import Shelter
+
+PATIENCE_S = 0.5  # for the one who has made a folder to say so
+
+
+class Folders:
+    """Who has made which folder: a file in the launch's own folder for each."""
+
+    def __init__(self, launch: str, rank: int) -> None:
+        self.notes, self.rank = os.path.join(launch, "folders"), rank
+
+    def make(self, really: Callable, path: Any, *args: Any, **kwargs: Any) -> None:
+        """``os.mkdir``, which succeeds where another rank has just made this folder."""
+        if kwargs.get("dir_fd") is not None:
+            really(path, *args, **kwargs)
+            return
+        name = hashlib.sha256(os.path.realpath(os.fsencode(path))).hexdigest()
+        try:
+            really(path, *args, **kwargs)
+        except FileExistsError:
+            if not os.path.isdir(path) or not self._made_by_another(really, name):
+                raise
+        self._note(really, name)
+
+    def _note(self, really: Callable, name: str) -> None:
+        try:
+            really(self.notes)
+        except FileExistsError:
+            pass
+        os.close(os.open(os.path.join(self.notes, f"{name}.{self.rank}"), os.O_CREAT | os.O_WRONLY, 0o600))
+
+    def _made_by_another(self, really: Callable, name: str) -> bool:
+        """A rank that makes a folder for the second time is wrong by itself."""
+        waiting, mine = threading.Event(), f"{name}.{self.rank}"
+        for _ in range(50):
+            try:
+                found = [each for each in os.listdir(self.notes) if each.startswith(name)]
+            except FileNotFoundError:
+                found = []
+            if mine in found:
+                return False
+            if found:
+                return True
+            waiting.wait(PATIENCE_S / 50)
+        return False
+
+
+class Aside(Shelter):
+    """For a rank other than 0: nothing that it writes is seen outside."""
+
+    def __init__(self, launch: str, rank: int, ledger: Ledger) -> None:
+        folder = os.path.join(launch, f"rank{rank}.files")
+        super().__init__(folder, ledger)
+        self.overlay = Overlay(folder, keeps_temporary=True)
+        self.folders = Folders(launch, rank)
+
+    def _mkdir(self, really: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("dir_fd") is not None or not self.overlay.shows_again(path):
+            with self.overlay.looking():
+                self.folders.make(really, path, *args, **kwargs)
+
+    def _rmdir(self, really: Any, path: Any, *, dir_fd: int | None = None) -> None:
+        if dir_fd is None:
+            self.overlay.hide_folder(path)
+
+
+def keep_aside(torch: Any, launch: str, rank: int, ledger: Ledger) -> None:
+    """What a rank of a launch does to files from here on; ``launch`` is the launch's own folder."""
+    if rank:
+        Aside(launch, rank, ledger).install(torch)
+        return
+    folders, really = Folders(launch, rank), os.mkdir
+
+    @wraps(really)
+    def make(path: Any, *args: Any, **kwargs: Any) -> None:
+        folders.make(really, path, *args, **kwargs)
+
+    ledger.set(os, "mkdir", make)

@@ -1,0 +1,93 @@
+"""Trains the cases it is given, as one process or as a rank, and writes down what each of them computed.
+
+    python train_cases.py CASES.json OUT      OUT/<case>.<rank>.json: gradients of the first step, losses, weights at the end, the samples of each epoch
+"""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
+from flatout.ranks.divided import Divided
+from flatout.ranks.division import Division
+from flatout.ranks.place import Place
+
+
+class Numbered(torch.utils.data.Dataset):
+    """Each sample knows its number; ``seen`` are those that were fetched in this process."""
+
+    def __init__(self, length, dtype):
+        draw = torch.Generator().manual_seed(1)
+        self.x, self.y = torch.randn(length, 6, generator=draw, dtype=dtype), torch.randint(0, 3, (length,), generator=draw)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index], index
+
+
+def train(case):
+    torch.manual_seed(case["seed"])
+    dtype = getattr(torch, case["dtype"])
+    data = Numbered(case["length"], dtype)
+    loader = torch.utils.data.DataLoader(data, batch_size=case["batch"], shuffle=case["shuffle"], drop_last=case["drop_last"], num_workers=case["workers"])
+    body, head = nn.Sequential(nn.Linear(6, 8), nn.Tanh()).to(dtype), nn.Linear(8, 3).to(dtype)
+    unused = nn.Linear(8, 3).to(dtype)
+    model = nn.ModuleDict({"body": body, "head": head, "unused": unused})
+    make = {"sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9), "adam": lambda ps: torch.optim.AdamW(ps, lr=1e-2)}[case["optimizer"]]
+    optimizers = [make(body.parameters()), make(head.parameters())] if case["two"] else [make(model.parameters())]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9) for optimizer in optimizers]
+    found = {"gradients": None, "losses": [], "epochs": []}
+    steps = 0
+    while steps < case["steps"]:
+        found["epochs"].append([])
+        for at, (x, y, numbers) in enumerate(loader):
+            found["epochs"][-1].append(numbers.tolist())
+            loss = nn.functional.cross_entropy(head(body(x)), y, reduction=case["loss"])
+            (loss if case["window"] == 1 else loss / case["window"]).backward()
+            if case["window"] == 1:
+                found["losses"].append(loss.item())
+            if (at + 1) % case["window"] and at + 1 < len(loader):
+                continue
+            if case["clip"]:
+                nn.utils.clip_grad_norm_(model.parameters(), case["clip"])
+            if found["gradients"] is None:
+                found["gradients"] = [p.grad.flatten().tolist() for p in (*body.parameters(), *head.parameters())]
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+            steps += 1
+            if steps == case["steps"]:
+                break
+    assert all(p.grad is None for p in unused.parameters())
+    found["weights"] = [p.detach().flatten().tolist() for p in model.parameters()]
+    return found
+
+
+def main():
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    place = Place.here()
+    for at, case in enumerate(cases):
+        ledger = Ledger()
+        scene = Scene(torch, Listener(), ledger)
+        scene.install()
+        if place is not None:
+            Divided(torch, scene, replace(place, meeting=f"{place.meeting}{at}"), Division.read(case["division"]), ledger, case.get("exchanges", True)).install()
+        found = train(case)
+        ledger.restore()
+        (out / f"{at}.{place.rank if place is not None else 'plain'}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # workers of loaders end with it
