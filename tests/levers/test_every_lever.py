@@ -37,12 +37,20 @@ VALUES = {
     "batched_transforms": ["all", "light"], "cached_prefix": [{"mib": 64}, {"mib": 64, "ahead": True}],
     "resident_data": [{"mib": 64}], "device_prefetch": [2], "batch_size": [{"size": 4}, {"size": 16, "loader": 1}], "memory_budget": [0.5], "inplace": [True],
     "recompute": [{"ops": "cheap"}, {"ops": "linear", "share": 0.5}], "offload": ["activations", "optimizer"], "optimizer_state": ["8bit"],
+    "data_parallel": [{"reduction": "mean"}],
 }
 UNAVAILABLE = {"resident_data": "no CUDA device", "optimizer_state": "pip install"}  # here; what their apply says
 BY_NAME = {lever.name: lever for lever in TABLE}
 BY_NAME_ONLY = {"batch_size", "optimizer_state"}  # what changes the maths, and so is never the tuner's
 IN_PROCESS = [lever for lever in TABLE if lever.moment is not Moment.PROCESS]
 CASES = [pytest.param(lever, value, id=f"{lever.name}-{value}") for lever in IN_PROCESS for value in VALUES[lever.name]]
+
+
+def as_a_rank(lever: Lever, monkeypatch) -> None:
+    """Levers for several ranks need to be told that they are on one; they meet the others in the first forward pass."""
+    if lever.name == "data_parallel":
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MEETING", "file:///nowhere")):
+            monkeypatch.setenv(f"FLATOUT_{name}", value)
 
 
 def test_the_table_names_every_lever_once():
@@ -216,8 +224,9 @@ def everything(live):
 
 
 @pytest.mark.parametrize(("lever", "value"), CASES)
-def test_apply_then_undo_leaves_torch_as_found(program, lever, value):
+def test_apply_then_undo_leaves_torch_as_found(program, lever, value, monkeypatch):
     live = program()
+    as_a_rank(lever, monkeypatch)
     importlib.import_module("torch._inductor.config")
     gc.collect()
     before, ledger = everything(live), Ledger()
@@ -278,8 +287,9 @@ def test_a_model_saved_under_it_is_the_plain_model(program, lever, value, tmp_pa
 
 
 @pytest.mark.parametrize(("lever", "value"), CASES)
-def test_the_known_bad_undoes_as_well(program, lever, value):
+def test_the_known_bad_undoes_as_well(program, lever, value, monkeypatch):
     live = program()
+    as_a_rank(lever, monkeypatch)
     before = everything(live)
     undo = lever.known_bad(live.scene, value, Ledger())
     undo()

@@ -39,8 +39,9 @@ def train(case):
     dtype = getattr(torch, case["dtype"])
     data = Numbered(case["length"], dtype)
     loader = torch.utils.data.DataLoader(data, batch_size=case["batch"], shuffle=case["shuffle"], drop_last=case["drop_last"], num_workers=case["workers"])
-    body, head = nn.Sequential(nn.Linear(6, 8), nn.Tanh()).to(dtype), nn.Linear(8, 3).to(dtype)
-    unused = nn.Linear(8, 3).to(dtype)
+    between = [nn.BatchNorm1d(8)] if case["batchnorm"] else []
+    body = nn.Sequential(nn.Linear(6, 8), *between, nn.Tanh(), nn.Dropout(case["dropout"])).to(dtype)
+    head, unused = nn.Linear(8, 3).to(dtype), nn.Linear(8, 3).to(dtype)
     model = nn.ModuleDict({"body": body, "head": head, "unused": unused})
     make = {"sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9), "adam": lambda ps: torch.optim.AdamW(ps, lr=1e-2)}[case["optimizer"]]
     optimizers = [make(body.parameters()), make(head.parameters())] if case["two"] else [make(model.parameters())]
@@ -69,7 +70,7 @@ def train(case):
             if steps == case["steps"]:
                 break
     assert all(p.grad is None for p in unused.parameters())
-    found["weights"] = [p.detach().flatten().tolist() for p in model.parameters()]
+    found["weights"] = [p.detach().double().flatten().tolist() for p in (*model.parameters(), *model.buffers())]
     return found
 
 
@@ -82,7 +83,8 @@ def main():
         scene = Scene(torch, Listener(), ledger)
         scene.install()
         if place is not None:
-            Divided(torch, scene, replace(place, meeting=f"{place.meeting}{at}"), Division.read(case["division"]), ledger, case.get("exchanges", True)).install()
+            here = replace(place, meeting=f"{place.meeting}{at}")
+            Divided(torch, scene, here, Division.read(case["division"]), ledger, case.get("exchanges", True)).install()
         found = train(case)
         ledger.restore()
         (out / f"{at}.{place.rank if place is not None else 'plain'}.json").write_text(json.dumps(found))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from flatout.launch.bell import Bell
 from flatout.launch.command import Command, understand
-from flatout.launch.environment import heard
+from flatout.launch.environment import QUIET, heard
 from flatout.launch.failure import ENDED, FAILING, LEAVING, Sign, exit_code, first_of, headline, shown
 from flatout.launch.hearing import ASKING_TO_END, Heard, Signals, end_like, hold, in_foreground
 from flatout.launch.identity import cores_here, cuda_devices, one_each, rank_environment
@@ -100,7 +100,8 @@ class Gang:
         device = None if self.devices is None else self.devices[number]
         own = rank_environment(self.environment, rank=number, local_rank=number, world=self.procs, local_world=self.procs, cores=self.cores,
                                meeting=f"file://{self.folder}/meeting", gang=str(self.folder), device=device)
-        return {**own, "FLATOUT_LAUNCHER": str(os.getpid()), "FLATOUT_TOLD": str(self.folder / "told"), "FLATOUT_FIRST": ""}
+        quiet = QUIET if number else {}  # one process reports to an experiment tracker
+        return {**own, **quiet, "FLATOUT_LAUNCHER": str(os.getpid()), "FLATOUT_TOLD": str(self.folder / "told"), "FLATOUT_FIRST": ""}
 
     # -- watching ---------------------------------------------------------------------------------------------------
 

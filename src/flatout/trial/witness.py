@@ -1,15 +1,17 @@
 """A trial that tells what the first steps of a program computed, so that two ways of running it can be laid side by side.
 
 It trains a few steps and stops. Its answer: the loss of every backward pass, and of the gradients with which the first optimizer step begins (after
-clipping) a sketch, ``SKETCH`` sums a parameter: everything that is linear in the gradient shows there, and it travels as JSON. ``shake`` leads these
-gradients astray after that.
+clipping) a sketch, ``SKETCH`` sums a parameter: everything that is linear in the gradient shows there, and it travels as JSON. ``shake`` moves every
+weight by up to so many units of its last place before it is first used: how far does the program carry rounding?
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
+from flatout.engine.replay import shake
 from flatout.trial.spec import TrialSpec
 from flatout.trial.worker import Worker
 
@@ -33,6 +35,14 @@ class Witness(Worker):
         self.losses: list[float] = []
         self.gradients: list[list[float]] = []
         self.told = False
+        self.shaken: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+        if self.spec.shake and root not in self.shaken:
+            self.shaken.add(root)
+            for p in root.parameters():
+                if p.is_floating_point():
+                    shake([p], self.spec.shake * self.torch.finfo(p.dtype).eps, self.torch)
 
     def backward_begin(self, losses: tuple) -> None:
         self.open_losses = losses
@@ -47,12 +57,8 @@ class Witness(Worker):
 
     def optimizer_begin(self, optimizer: Any) -> None:
         """Where ``step`` takes a closure that computes them, there are no gradients yet."""
-        if self.scene.steps:
-            return
-        if not self.gradients:
+        if not self.scene.steps and not self.gradients:
             self._sketch()
-        if self.spec.shake:
-            self._lead_astray(optimizer)
 
     def optimizer_end(self, optimizer: Any) -> None:
         if not self.scene.steps and not any(self.gradients):
@@ -72,6 +78,11 @@ class Witness(Worker):
         if self.scene.steps >= STEPS:
             self._tell()
 
+    def _divides_itself(self) -> bool:
+        """Whether the script has made ranks of its own. A lever of ours hides those that it made."""
+        distributed = self.torch.distributed
+        return bool(distributed.is_available() and distributed.is_initialized())
+
     def _sketch(self) -> None:
         self.gradients = [sketched(self.torch, p.grad) for p in self.scene.parameters]
 
@@ -85,7 +96,7 @@ class Witness(Worker):
         loaders = scene.loaders
         self._answer({"ticks": 0, "losses": [loss.hex() for loss in self.losses], "gradients": self.gradients, "steps": scene.steps,
                       "fed": scene.loaders_that_train, "loaders": loaders, "scene": scene.describe(),
-                      "batchnorm": scene.has_layer("_BatchNorm"), "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
+                      "divides_itself": self._divides_itself(), "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
                       "skipped": [o.to_json() for o in self.applier.outcomes if not o.applied]})
         while True:
             command = self._next_command()

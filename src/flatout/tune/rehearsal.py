@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import sqrt
 from typing import Any
 
@@ -32,7 +33,8 @@ LEVER = "data_parallel"
 OWN_BATCHES = "it makes its batches itself, without a DataLoader, and they cannot be divided as they enter its model"
 START_S = 900.0
 GRADIENT, LOSS = 1e-3, 1e-3  # relative; what does not divide is off by far more, what does by rounding alone
-CARRIED = 10.0  # times as far as the witness whose gradients were led astray
+CARRIED = 10.0  # times as far as one process carries a change in the last place
+ASTRAY = 0.1  # more than this is no rounding
 ROUGHLY = 0.2  # how near to 1/N the loss of a sum is where shares are uneven
 
 
@@ -57,6 +59,7 @@ class Rehearsal:
                  stage: Callable[[str, str], None] = lambda name, detail: None) -> None:
         self.command, self.ranks_of, self.procs, self.job, self.facts, self.seed, self.stage = command, ranks_of, procs, job, facts, seed, stage
         self.found = Rehearsed(procs)
+        self.rounding: tuple[float, float] | None = None  # how far one process carries it: gradients of the first step, losses
 
     def run(self) -> Rehearsed:
         """Raises ProgramFailed where the program fails by itself."""
@@ -66,6 +69,9 @@ class Rehearsal:
         except ProgramGone as gone:
             raise _failed(gone.record) from None
         self.found.losses = _numbers(witness["losses"])
+        if witness["divides_itself"]:
+            return self._refused("it divides itself already (it has called torch.distributed.init_process_group); start it the way it is meant to be started, as in "
+                                 "`flatout run torchrun --nproc-per-node N ...`")
         first = self._exact_division(witness)
         for reduction in ("mean", "sum"):
             division = {**first, "reduction": reduction}
@@ -77,7 +83,7 @@ class Rehearsal:
             if not ranks["applied"]:
                 return self._refused(ranks["skipped"][0]["reason"] if ranks["skipped"] else "nothing was applied")
             self._compare(witness, ranks)
-            if self._gradients_hold() and (self._losses_hold() or self._carries_rounding_as_far(witness)):
+            if self._holds() or self._carries_rounding_as_far(witness):
                 self.found.division = self._real_division(division, witness)
                 return self.found
             if not self._looks_like_a_sum():
@@ -98,9 +104,7 @@ class Rehearsal:
         return {**rehearsed, "batches": "index" if by_index else rehearsed["batches"], "batchnorm": "own", "draws": "own"}
 
     def _compare(self, witness: dict[str, Any], ranks: dict[str, Any]) -> None:
-        a, b = flattened(ranks["gradients"], witness["gradients"])
-        length = sqrt(sum(x * x for x in b))
-        self.found.gradient_error = sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True))) / length if length else None
+        self.found.gradient_error = _gradient_error(ranks["gradients"], witness["gradients"])
         self.found.ranks_losses = _numbers(ranks["losses"])
         self.found.loss_error = self._loss_error(self.found.ranks_losses, self.found.losses)
 
@@ -109,27 +113,31 @@ class Rehearsal:
         mine, whole = self.found.ranks_losses[:1], self.found.losses[:1]
         return bool(mine and whole and whole[0] and abs(self.procs * mine[0] / whole[0] - 1) < ROUGHLY)
 
-    def _gradients_hold(self) -> bool:
-        return self.found.gradient_error is not None and self.found.gradient_error <= GRADIENT
-
-    def _losses_hold(self) -> bool:
-        return self.found.loss_error is not None and self.found.loss_error <= LOSS
+    def _holds(self, gradient: float = 0.0, loss: float = 0.0) -> bool:
+        """Whether the errors are small, or no more than these times ``CARRIED``."""
+        found = self.found
+        if found.gradient_error is None or found.loss_error is None:
+            return False
+        return found.gradient_error <= max(GRADIENT, CARRIED * gradient) and found.loss_error <= max(LOSS, CARRIED * loss)
 
     def _carries_rounding_as_far(self, witness: dict[str, Any]) -> bool:
-        """Some programs (two networks against one another, Adam's first steps) carry the rounding of one step into the next ones enlarged. So they do in one
-        process: the witness again, its first gradients led astray by as much as the ranks' were."""
-        found, first, error = self.found, len(witness["losses"]) // max(1, witness["steps"]), self.found.gradient_error or 0.0
-        self.stage("rehearsing", f"the first steps as one process, its first gradients off by {error:.2g}: how far does it carry rounding?")
-        try:
-            shaken = self._heard(self.command, Plan(), shake=error)
-        except ProgramGone:
+        """Some programs (deep networks without a warm-up, two networks against one another) carry rounding far. So they do in one process: the witness again,
+        every weight moved in its last place."""
+        found = self.found
+        if found.gradient_error is None or found.gradient_error > ASTRAY or self._loss_error(found.ranks_losses[:1], found.losses[:1]) > LOSS:
             return False
-        moved = self._loss_error(_numbers(shaken["losses"]), found.losses)
-        if self._loss_error(found.ranks_losses[:first], found.losses[:first]) > LOSS or not (found.loss_error or 0.0) <= LOSS + CARRIED * moved:
-            return False
-        found.notes.append(f"after some steps the losses differ by {found.loss_error:.2g}; gradients led astray by {error:.2g} make one process differ by "
-                           f"{moved:.2g}")
-        return True
+        if self.rounding is None:
+            self.stage("rehearsing", "the first steps as one process, its weights moved in their last place: how far does it carry rounding?")
+            try:
+                moved = self._heard(self.command, Plan(), shake=1.0)
+            except ProgramGone:
+                return False
+            self.rounding = _gradient_error(moved["gradients"], witness["gradients"]) or 0.0, self._loss_error(_numbers(moved["losses"]), found.losses)
+        gradient, loss = self.rounding
+        if self._holds(gradient, loss):
+            found.notes.append(f"gradients differ by {found.gradient_error:.2g} and losses by {found.loss_error:.2g}; weights moved in their last place make "
+                               f"one process differ by {gradient:.2g} and {loss:.2g}")
+        return self._holds(gradient, loss)
 
     @staticmethod
     def _loss_error(a: Sequence[float], b: Sequence[float]) -> float:
@@ -158,14 +166,11 @@ class Rehearsal:
                 "counts on the size of the batch")
 
 
-def flattened(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Two lists of sketches as two vectors; a gradient that one of them lacks is zero there."""
-    first, second = list[float](), list[float]()
-    for one, other in zip(a, b, strict=False):
-        size = max(len(one), len(other))
-        first += [*one, *[0.0] * (size - len(one))]
-        second += [*other, *[0.0] * (size - len(other))]
-    return first, second
+def _gradient_error(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> float | None:
+    """How far sketches are from each other, over the length of ``b``; None where that has none. A gradient that one of them lacks is zero there."""
+    pairs = [pair for one, other in zip_longest(a, b, fillvalue=()) for pair in zip_longest(one, other, fillvalue=0.0)]
+    length = sqrt(sum(y * y for _, y in pairs))
+    return sqrt(sum((x - y) ** 2 for x, y in pairs)) / length if length else None
 
 
 def _by_index(loader: dict[str, Any]) -> bool:

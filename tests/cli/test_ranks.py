@@ -1,0 +1,105 @@
+"""`flatout run --procs N`: a script that was written for one process trains as several, and leaves what one would have left; or it is refused in words."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(180)
+
+TRAINS = """
+import os, torch
+from torch import nn
+data = torch.utils.data.TensorDataset(torch.randn(90, 8, generator=torch.Generator().manual_seed(3)), torch.arange(90) % 3)
+torch.manual_seed(0)
+loader = torch.utils.data.DataLoader(data, batch_size=20, shuffle=True)
+held_out = torch.utils.data.DataLoader(data, batch_size=45)
+model = nn.DataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+if not os.path.isdir("runs"):
+    os.mkdir("runs")
+best = 1e9
+for epoch in range(4):
+    for x, y in loader:
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"{epoch} {loss.item():.4f}")
+    with torch.no_grad():
+        value = sum(nn.functional.cross_entropy(model(x), y, reduction="sum").item() for x, y in held_out) / 90
+    print(f"held out {value:.4f} of {len(held_out)}")
+    with open("runs/log.txt", "a") as log:
+        log.write(f"{epoch} {value:.4f}\\n")
+    if value < best:
+        best = value
+        torch.save(model.state_dict(), "runs/best.pt")
+model.load_state_dict(torch.load("runs/best.pt"))
+if os.environ.get("FAILS") == os.environ.get("FLATOUT_RANK", "-"):
+    raise ValueError("a fault of this rank alone")
+print("done", len(os.listdir("runs")))
+"""
+
+CONTRASTS = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+loader = torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=16)
+model = nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(100):
+    for x in loader:
+        z = nn.functional.normalize(model(x))
+        loss = nn.functional.cross_entropy(z @ z.t() * 5, torch.arange(len(z)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+\.\d+", text)]
+
+
+def test_a_script_for_one_process_as_two(flatout, script):
+    """The same words with the same figures, one log, one file of weights; the second run needs no rehearsal; a rank that fails is named."""
+    script(TRAINS)
+    folders = [flatout.folder / name for name in ("one", "two", "fails")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "train.py").write_text(TRAINS)
+    one = flatout("train.py", python=[sys.executable], cwd=folders[0])
+    two = flatout("run", "--procs", "2", "python", "train.py", cwd=folders[1], timeout=150)
+    assert (one.code, two.code) == (0, 0), two.err
+    assert len(two.out.splitlines()) == len(one.out.splitlines())
+    assert numbers(two.out) == pytest.approx(numbers(one.out), abs=2e-4)
+    assert "rehearsing" in two.err
+    assert "applied data_parallel(batches=index" in two.err
+    assert (folders[1] / "runs" / "log.txt").read_text().count("\n") == 4
+    a, b = (torch.load(folder / "runs" / "best.pt") for folder in folders[:2])
+    assert list(a) == list(b)
+    assert all(torch.allclose(a[name], b[name], atol=1e-5) for name in a)
+    assert sorted(path.name for path in folders[1].iterdir()) == [".flatout", "runs", "train.py"]
+    assert two.left == []
+
+    fails = flatout("run", "--procs", "2", "python", "train.py", cwd=folders[1], env={"FAILS": "1"}, timeout=100)
+    assert fails.code == 1
+    assert "rehearsing" not in fails.err
+    assert "flatout: rank 1" in fails.err
+    assert "ValueError: a fault of this rank alone" in fails.err
+    assert fails.left == []
+
+
+def test_what_does_not_divide_is_not_run(flatout, script):
+    script(CONTRASTS)
+    done = flatout("run", "--procs", "2", "python", "train.py", timeout=150)
+    assert done.code == 5
+    assert "neither a mean nor a sum over samples" in done.err
+    record = json.loads(next((flatout.folder / ".flatout").glob("*/ranks.json")).read_text())["rehearsed"]
+    assert record["division"] is None
+    assert record["gradient_error"] > 0.01
+    assert done.left == []
