@@ -1,8 +1,9 @@
 """A trial that tells what the first steps of a program computed, so that two ways of running it can be laid side by side.
 
-It trains a few steps and stops. Its answer: the loss of every backward pass, and of the gradients with which the first optimizer step begins (after
-clipping) a sketch, ``SKETCH`` sums a parameter: everything that is linear in the gradient shows there, and it travels as JSON. ``shake`` moves every
-weight by up to so many units of its last place before it is first used: how far does the program carry rounding?
+It trains a few steps (``steps`` of its wishes, fewer where they take longer than ``seconds``) and stops. Its answer: the loss of every backward
+pass, and of the gradients with which the first optimizer step begins (after clipping) a sketch, ``SKETCH`` sums a parameter: everything that is linear in
+the gradient shows there, and it travels as JSON. ``shake`` moves every weight by up to so many units of its last place before it is first used: how
+far does the program carry rounding?
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import weakref
 from typing import Any
 
 from flatout.engine.replay import shake
+from flatout.measure.clock import seconds
 from flatout.trial.spec import TrialSpec
 from flatout.trial.worker import Worker
 
 ENTRY = "flatout.trial.witness:attach"
 SKETCH = 64
 STEPS = 4
-PASSES = 24  # of a program whose one step is a closure of many passes
+PASSES = 4  # of a program whose one step is a closure of many
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -35,6 +37,7 @@ class Witness(Worker):
         self.losses: list[float] = []
         self.gradients: list[list[float]] = []
         self.told = False
+        self.first_step_s = 0.0
         self.shaken: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
@@ -50,32 +53,21 @@ class Witness(Worker):
     def backward_end(self) -> None:
         self.losses.append(sum(float(loss.detach().double().mean()) for loss in self.open_losses))
         self.open_losses = ()
-        if not self.scene.steps and not self.scene.optimizers:
+        if not self.scene.steps and (self.scene.closure_steps or not self.scene.optimizers) and not any(self.gradients):
             self._sketch()
         if len(self.losses) >= PASSES and self.scene.closure_steps:
             self._tell()
 
     def optimizer_begin(self, optimizer: Any) -> None:
-        """Where ``step`` takes a closure that computes them, there are no gradients yet."""
         if not self.scene.steps and not self.gradients:
             self._sketch()
-
-    def optimizer_end(self, optimizer: Any) -> None:
-        if not self.scene.steps and not any(self.gradients):
-            self._sketch()
-
-    def _lead_astray(self, optimizer: Any) -> None:
-        """Each gradient off by ``shake`` of its length, as rounding might have it; the same for every run, and no draw of the program's."""
-        torch, draw = self.torch, self.torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.grad.layout == torch.strided):
-                noise = torch.randn(p.grad.shape, generator=draw).to(p.grad.device, p.grad.dtype)
-                p.grad.add_(noise * (self.spec.shake * p.grad.norm() / max(1.0, p.grad.numel() ** 0.5)))
 
     def step_end(self) -> None:
         if self.stopping:
             os._exit(0)  # the stop was swallowed somewhere
-        if self.scene.steps >= STEPS:
+        late = self.scene.steps > 1 and self.first_step_s and seconds() - self.first_step_s > self.spec.wishes.get("seconds", 1e9)
+        self.first_step_s = self.first_step_s or seconds()
+        if self.scene.steps >= self.spec.wishes.get("steps", STEPS) or late:
             self._tell()
 
     def _divides_itself(self) -> bool:

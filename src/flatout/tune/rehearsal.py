@@ -70,7 +70,7 @@ class Rehearsal:
             raise _failed(gone.record) from None
         self.found.losses = _numbers(witness["losses"])
         if witness["divides_itself"]:
-            return self._refused("it divides itself already (it has called torch.distributed.init_process_group); start it the way it is meant to be started, as in "
+            return self._refused("it divides itself already (it has called torch.distributed.init_process_group); start it the way it is meant to be, as in "
                                  "`flatout run torchrun --nproc-per-node N ...`")
         first = self._exact_division(witness)
         for reduction in ("mean", "sum"):

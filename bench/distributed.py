@@ -1,0 +1,121 @@
+"""Public training scripts, written for one process, as several ranks: which of them divide, and whether they learn the same.
+
+DIR holds ``set.json``: a list of {"name", "cwd", "argv", "env"}; a relative ``cwd`` is taken from DIR. The scripts are not edited.
+
+For each script: the rehearsal of `flatout run --procs N` says how it divides, or why it does not. One that divides is then run as N ranks the way the real
+job would be, beside one process with the same seed and two with other seeds. Laid side by side are the losses that the script computes, step by step:
+
+    off       the largest difference from one process with the same seed, over the losses' own size
+    spread    the same between processes with other seeds: what chance alone does
+    verdict   *the same* where the losses agree to rounding, *within the spread* where they differ less than other seeds do (random numbers or batch
+              statistics are each rank's own), else **other**
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pairs import standing_in
+from provenance import RESULTS, markdown_table, read_result, stamp, write_result
+
+from flatout.launch.command import Command, understand
+from flatout.launch.gang import launcher_of
+from flatout.measure.clock import seconds
+from flatout.plan.errors import FlatoutError
+from flatout.plan.facts import Facts
+from flatout.plan.folder import JobFolder
+from flatout.plan.plan import Choice, Plan
+from flatout.probe.machine import look
+from flatout.trial.parent import ProgramGone, Trial
+from flatout.trial.witness import ENTRY
+from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed, last_line
+
+ROUNDING = 1e-3  # of the largest loss; losses are printed with fewer digits
+STEPS, SECONDS = 30, 60.0
+PATIENCE_S = 900.0
+
+
+def course(command: Command, plan: Plan, job: JobFolder, facts: Facts, seed: int) -> list[float]:
+    """The losses of the first steps. Raises ProgramGone."""
+    with Trial(command, job.new_trial(), plan, facts, seed=seed, reseed=True, entry=ENTRY, wishes={"steps": STEPS, "seconds": SECONDS}) as trial:
+        return [float.fromhex(loss) for loss in trial.wait_ready(seconds() + PATIENCE_S)["losses"]]
+
+
+def off(a: list[float], b: list[float]) -> float:
+    """Largest difference over the largest loss, of the steps that both have."""
+    pairs = list(zip(a, b, strict=False))
+    return max(abs(x - y) for x, y in pairs) / max(max(abs(y) for _, y in pairs), 1e-300)
+
+
+def run(script: dict[str, Any], folder: Path, procs: int, facts: Facts) -> dict[str, Any]:
+    place = Path(tempfile.mkdtemp(prefix="distributed-"))
+    try:
+        with standing_in(folder / script["cwd"], script.get("env")):
+            job, command = JobFolder(place / "job").make(), understand(script["argv"])
+            found = Rehearsal(command, lambda one: launcher_of(one, procs), procs, job, facts, stage=lambda name, what: print(f"    {what}", flush=True)).run()
+            entry: dict[str, Any] = {"rehearsed": found.to_json()}
+            if found.division is not None:
+                plan = Plan((Choice(LEVER, found.division),))
+                entry["ranks"] = course(launcher_of(command, procs), plan, job, facts, 0)
+                entry["one"] = [course(command, Plan(), job, facts, seed) for seed in (0, 1, 2)]
+            return entry
+    except ProgramGone as gone:
+        return {**entry, "failed": last_line(gone.record)}
+    except FlatoutError as error:
+        return {"failed": str(error).splitlines()[0]}
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
+    if "failed" in entry:
+        return (name, "**failed**", "", "", "", "", entry["failed"])
+    found = Rehearsed.from_json(entry["rehearsed"])
+    error = "-" if found.gradient_error is None else f"{found.gradient_error:.1e}"
+    if found.division is None:
+        return (name, "refused", error, "", "", "", found.why_not)
+    away = off(entry["ranks"], entry["one"][0])
+    spread = max(off(other, entry["one"][0]) for other in entry["one"][1:])
+    verdict = "the same" if away <= ROUNDING else "within the spread" if away <= spread else "**other**"
+    how = f"a {found.division['reduction']}, batches divided {'by index' if found.division['batches'] == 'index' else 'by ' + found.division['batches']}"
+    return (name, how, error, f"{away:.1e}", f"{spread:.1e}", verdict, "; ".join(found.notes))
+
+
+def page(entries: dict[str, dict[str, Any]], procs: int) -> str:
+    header = ("script", "divides", "first gradient, off", "losses, off", "spread", "verdict", "why, notes")
+    steps = min((len(entry["ranks"]) for entry in entries.values() if "ranks" in entry), default=0)
+    return "\n".join([f"# Scripts for one process as {procs} ranks\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n",
+                      f"Losses of {steps} to {3 * STEPS} backward passes; gloo, {procs} processes with one thread each.\n",
+                      markdown_table(header, [row(name, entry) for name, entry in entries.items()])])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--procs", type=int, default=2)
+    parser.add_argument("--only", default="", help="these scripts, with commas")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    scripts, made, facts = json.loads((args.folder / "set.json").read_text()), stamp(), look()
+    known = read_result("distributed", made, args.out)
+    entries = dict(known.get("scripts", {})) if known.get("procs") == args.procs else {}
+    for script in scripts:
+        if args.only and script["name"] not in args.only.split(","):
+            continue
+        print(script["name"], file=sys.stderr, flush=True)
+        entries[script["name"]] = run(script, args.folder.resolve(), args.procs, facts)
+        print(row(script["name"], entries[script["name"]]), flush=True)
+        ordered = {each["name"]: entries[each["name"]] for each in scripts if each["name"] in entries}
+        text = page(ordered, args.procs)
+        write_result("distributed", made, text, {"procs": args.procs, "scripts": ordered}, folder=args.out)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
