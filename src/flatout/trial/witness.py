@@ -55,7 +55,7 @@ class Witness(Worker):
         self.open_losses = ()
         if not self.scene.steps and (self.scene.closure_steps or not self.scene.optimizers) and not any(self.gradients):
             self._sketch()
-        if len(self.losses) >= PASSES and self.scene.closure_steps:
+        if not self.scene.steps and len(self.losses) >= PASSES and self.scene.closure_steps:
             self._tell()
 
     def optimizer_begin(self, optimizer: Any) -> None:
@@ -85,9 +85,8 @@ class Witness(Worker):
             return
         self.told = True
         scene = self.scene
-        loaders = scene.loaders
         self._answer({"ticks": 0, "losses": [loss.hex() for loss in self.losses], "gradients": self.gradients, "steps": scene.steps,
-                      "fed": scene.loaders_that_train, "loaders": loaders, "scene": scene.describe(),
+                      "fed": scene.loaders_that_train, "loaders": scene.loaders, "scene": scene.describe(),
                       "divides_itself": self._divides_itself(), "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
                       "skipped": [o.to_json() for o in self.applier.outcomes if not o.applied]})
         while True:
@@ -101,9 +100,8 @@ def sketched(torch: Any, gradient: Any) -> list[float]:
     """``SKETCH`` sums over a gradient, or all of it where it is small; empty where there is none."""
     if gradient is None:
         return []
-    flat = gradient.detach().to_dense().double().reshape(-1) if gradient.layout != torch.strided else gradient.detach().double().reshape(-1)
+    flat = gradient.detach().to_dense().double().reshape(-1)
     if flat.numel() <= SKETCH:
         return list(map(float, flat.tolist()))
-    rest = -flat.numel() % SKETCH
-    padded = torch.cat([flat, flat.new_zeros(rest)]) if rest else flat
+    padded = torch.cat([flat, flat.new_zeros(-flat.numel() % SKETCH)])
     return list(map(float, padded.view(-1, SKETCH).sum(0).tolist()))
