@@ -44,6 +44,7 @@ def trained(cases: list[dict], folder: Path, procs: int) -> None:
 def plain(tmp_path_factory):
     draw = random.Random(5)
     cases = [a_case(draw) for _ in range(CASES)]
+    cases[0] |= {"clip": None, "loss": "mean", "division": {**cases[0]["division"], "reduction": "sum"}, "wrong": True}  # what must be seen to be wrong
     cases[1]["workers"] = 1
     cases[2] |= {"batch": 5, "length": 11, "drop_last": False, "batchnorm": False, "dropout": 0.0}  # the last batch has one sample, fewer than there are ranks
     folder = tmp_path_factory.mktemp("plain")
@@ -64,6 +65,9 @@ def test_ranks_compute_what_one_process_computes(plain, tmp_path, procs):
     trained(cases, tmp_path, procs)
     for at, (case, one) in enumerate(zip(cases, expected, strict=True)):
         ranks = [json.loads((tmp_path / f"{at}.{rank}.json").read_text()) for rank in range(procs)]
+        if case.get("wrong"):
+            assert distance(ranks[0]["gradients"], one["gradients"]) > 0.5, case
+            continue
         for rank in ranks:
             assert distance(rank["gradients"], one["gradients"]) <= GRADIENT[case["dtype"]], case
             assert distance([rank["losses"]], [one["losses"]]) <= WEIGHTS[case["dtype"]], case

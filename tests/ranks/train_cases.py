@@ -84,7 +84,7 @@ def main():
         scene.install()
         if place is not None:
             here = replace(place, meeting=f"{place.meeting}{at}")
-            Divided(torch, scene, here, Division.read(case["division"]), ledger, case.get("exchanges", True)).install()
+            Divided(torch, scene, here, Division.read(case["division"]), ledger).install()
         found = train(case)
         ledger.restore()
         (out / f"{at}.{place.rank if place is not None else 'plain'}.json").write_text(json.dumps(found))

@@ -33,15 +33,6 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    return _put_in_place(scene, value, ledger, exchanges=True)
-
-
-def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Every rank trains by itself on its share."""
-    return _put_in_place(scene, value, ledger, exchanges=False)
-
-
-def _put_in_place(scene: Any, value: Value, ledger: Any, exchanges: bool) -> Undo:
     """Raises TypeError for a value that is none, LookupError where there are no ranks."""
     from flatout.ranks.divided import Divided
     from flatout.ranks.division import Division
@@ -50,8 +41,14 @@ def _put_in_place(scene: Any, value: Value, ledger: Any, exchanges: bool) -> Und
     division, place = Division.read(value), Place.here()
     if place is None:
         raise LookupError(ALONE)
-    Divided(scene.torch, scene, place, division, ledger, exchanges).install()
+    Divided(scene.torch, scene, place, division, ledger).install()
     return ledger.restore
+
+
+def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+    """A mean that is exchanged as a sum, or a sum as a mean: the mistake of every second script that was divided by hand."""
+    given = dict(value) if isinstance(value, dict) else {}
+    return apply(scene, {**given, "reduction": "mean" if given.get("reduction") == "sum" else "sum"}, ledger)
 
 
 def code(value: Value) -> str:

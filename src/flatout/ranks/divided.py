@@ -26,10 +26,10 @@ SEARCHING_STEPS = 3  # modules that train are looked for in these
 
 
 class Divided:
-    """Everything that this rank has in place; ``ledger`` takes it off again. Without ``exchanges`` every rank keeps its own gradients, which is wrong."""
+    """Everything that this rank has in place; ``ledger`` takes it off again."""
 
-    def __init__(self, torch: Any, scene: Any, place: Place, division: Division, ledger: Any, exchanges: bool = True) -> None:
-        self.torch, self.scene, self.place, self.division, self.ledger, self.exchanges = torch, scene, place, division, ledger, exchanges
+    def __init__(self, torch: Any, scene: Any, place: Place, division: Division, ledger: Any) -> None:
+        self.torch, self.scene, self.place, self.division, self.ledger = torch, scene, place, division, ledger
         self.batches = Batches(torch, scene, place, division)
         self.joined = False
         self.roots: list[weakref.ref[Any]] = []
@@ -38,6 +38,7 @@ class Divided:
         self.stale_buffers = False  # they differ from rank to rank
         self.everything: tuple[tuple[int, ...], list[Any]] = ((), [])  # all parameters, and what would show that there are others
         self.exchange: Exchange | None = None
+        ledger.call("gradient hooks", self._close_exchange)
         self.stop_searching: Callable[[], Any] | None = None
 
     def install(self) -> None:
@@ -133,13 +134,14 @@ class Divided:
                 return backward(tensors, grad_tensors, *args, **kwargs)
             losses = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
             factor = divided._factor()
+            exchange = divided._exchange_of_now()
+            exchange.begin()
             divided.in_backward = True
             try:
                 result = backward(losses, weighted(torch, losses, grad_tensors, factor), *args, **kwargs)
             finally:
                 divided.in_backward = False
-            if divided.exchanges:
-                divided._exchange([divided.scene.without_scale(loss) for loss in losses if not loss.dim()], factor)
+            divided._average(exchange, [divided.scene.without_scale(loss) for loss in losses if not loss.dim()], factor)
             return result
 
         return backward_divided
@@ -150,11 +152,21 @@ class Divided:
         weight = self.batches.share.weight
         return (float(self.place.world) if weight else 0.0) if self.division.reduction == SUM else weight * self.place.world
 
-    def _exchange(self, losses: list[Any], factor: float) -> None:
+    def _exchange_of_now(self) -> Exchange:
+        """The parameters that train may change while the script runs: layers are frozen, or are not any more."""
         parameters = [p for p in self._all_parameters() if p.requires_grad]
         if self.exchange is None or not _the_same(self.exchange.parameters, parameters):
-            self.exchange = Exchange(self.torch, self.place.world, parameters)
-        averages = self.exchange.average([loss.detach() * factor for loss in losses])
+            self._close_exchange()
+            self.exchange = Exchange(self.torch, self.place.world, parameters, len(self.scene.optimizers) > 1)
+        return self.exchange
+
+    def _close_exchange(self) -> None:
+        if self.exchange is not None:
+            self.exchange.close()
+            self.exchange = None
+
+    def _average(self, exchange: Exchange, losses: list[Any], factor: float) -> None:
+        averages = exchange.average([loss.detach() * factor for loss in losses])
         for loss, average in zip(losses, averages, strict=True):
             loss.data.copy_(average)  # what the script prints, and decides by
         self.stale_buffers = True
