@@ -2,13 +2,15 @@
 
 DIR holds ``set.json``: a list of {"name", "cwd", "argv", "env"}; a relative ``cwd`` is taken from DIR. The scripts are not edited.
 
-For each script: the rehearsal of `flatout run --procs N` says how it divides, or why it does not. One that divides is then run as N ranks the way the real
-job would be, beside one process with the same seed and two with other seeds. Laid side by side are the losses that the script computes, step by step:
+For each script: the rehearsal of `flatout run --procs N` says how it divides, or why it does not. One that divides then runs as N ranks twice over more
+steps: with random numbers and batch statistics of one process, and with each rank's own, which is how the real job runs; and as one process with the
+same seed and two other ones. Laid side by side are the losses that the script computes, step by step; a distance is the mean of their differences over
+the mean loss:
 
-    off       the largest difference from one process with the same seed, over the losses' own size
-    spread    the same between processes with other seeds: what chance alone does
-    verdict   *the same* where the losses agree to rounding, *within the spread* where they differ less than other seeds do (random numbers or batch
-              statistics are each rank's own), else **other**
+    exact     N ranks with the random numbers and batch statistics of one process, from one process with the same seed
+    own       N ranks as the real job runs them, from one process with the same seed
+    spread    between processes with different seeds: what chance alone does
+    verdict   *the same* where `own` is rounding, *within the spread* where it is at most that of other seeds, else **other**
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.witness import ENTRY
 from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed, last_line
 
-ROUNDING = 1e-3  # of the largest loss; losses are printed with fewer digits
+ROUNDING = 1e-4
 STEPS, SECONDS = 30, 60.0
 PATIENCE_S = 900.0
 
@@ -47,10 +49,10 @@ def course(command: Command, plan: Plan, job: JobFolder, facts: Facts, seed: int
         return [float.fromhex(loss) for loss in trial.wait_ready(seconds() + PATIENCE_S)["losses"]]
 
 
-def off(a: list[float], b: list[float]) -> float:
-    """Largest difference over the largest loss, of the steps that both have."""
+def apart(a: list[float], b: list[float]) -> float:
+    """Mean difference over the mean loss, of the steps that both have."""
     pairs = list(zip(a, b, strict=False))
-    return max(abs(x - y) for x, y in pairs) / max(max(abs(y) for _, y in pairs), 1e-300)
+    return sum(abs(x - y) for x, y in pairs) / max(sum(abs(y) for _, y in pairs), 1e-300)
 
 
 def run(script: dict[str, Any], folder: Path, procs: int, facts: Facts) -> dict[str, Any]:
@@ -61,8 +63,9 @@ def run(script: dict[str, Any], folder: Path, procs: int, facts: Facts) -> dict[
             found = Rehearsal(command, lambda one: launcher_of(one, procs), procs, job, facts, stage=lambda name, what: print(f"    {what}", flush=True)).run()
             entry: dict[str, Any] = {"rehearsed": found.to_json()}
             if found.division is not None:
-                plan = Plan((Choice(LEVER, found.division),))
-                entry["ranks"] = course(launcher_of(command, procs), plan, job, facts, 0)
+                alike = {**found.division, "batchnorm": "all", "draws": "all", "batches": "door" if found.division["batches"] == "door" else "cut"}
+                for name, division in (("exact", alike), ("ranks", found.division)):
+                    entry[name] = course(launcher_of(command, procs), Plan((Choice(LEVER, division),)), job, facts, 0)
                 entry["one"] = [course(command, Plan(), job, facts, seed) for seed in (0, 1, 2)]
             return entry
     except ProgramGone as gone:
@@ -75,23 +78,24 @@ def run(script: dict[str, Any], folder: Path, procs: int, facts: Facts) -> dict[
 
 def row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
     if "failed" in entry:
-        return (name, "**failed**", "", "", "", "", entry["failed"])
+        return (name, "**failed**", "", "", "", "", "", entry["failed"])
     found = Rehearsed.from_json(entry["rehearsed"])
     error = "-" if found.gradient_error is None else f"{found.gradient_error:.1e}"
     if found.division is None:
-        return (name, "refused", error, "", "", "", found.why_not)
-    away = off(entry["ranks"], entry["one"][0])
-    spread = max(off(other, entry["one"][0]) for other in entry["one"][1:])
-    verdict = "the same" if away <= ROUNDING else "within the spread" if away <= spread else "**other**"
+        return (name, "refused", error, "", "", "", "", found.why_not)
+    one = entry["one"]
+    exact, own = apart(entry["exact"], one[0]), apart(entry["ranks"], one[0])
+    spread = max(apart(one[a], one[b]) for a, b in ((1, 0), (2, 0), (2, 1)))
+    verdict = "the same" if own <= ROUNDING else "within the spread" if own <= spread else "**other**"
     how = f"a {found.division['reduction']}, batches divided {'by index' if found.division['batches'] == 'index' else 'by ' + found.division['batches']}"
-    return (name, how, error, f"{away:.1e}", f"{spread:.1e}", verdict, "; ".join(found.notes))
+    return (name, how, error, f"{exact:.1e}", f"{own:.1e}", f"{spread:.1e}", verdict, "; ".join(found.notes))
 
 
 def page(entries: dict[str, dict[str, Any]], procs: int) -> str:
-    header = ("script", "divides", "first gradient, off", "losses, off", "spread", "verdict", "why, notes")
-    steps = min((len(entry["ranks"]) for entry in entries.values() if "ranks" in entry), default=0)
+    header = ("script", "divides", "first gradient, off", "exact", "own", "spread", "verdict", "why, notes")
+    steps = [len(entry["ranks"]) for entry in entries.values() if "ranks" in entry]
     return "\n".join([f"# Scripts for one process as {procs} ranks\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n",
-                      f"Losses of {steps} to {3 * STEPS} backward passes; gloo, {procs} processes with one thread each.\n",
+                      f"Losses of {min(steps, default=0)} to {max(steps, default=0)} backward passes; gloo, {procs} processes with one thread each.\n",
                       markdown_table(header, [row(name, entry) for name, entry in entries.items()])])
 
 

@@ -97,10 +97,12 @@ class Batches:
         return drawn_alike
 
     def _wrap_fetch(self, fetch: Callable) -> Callable:
-        host = self.host
+        host, worker = self.host, self.torch.utils.data.get_worker_info
 
         @wraps(fetch)
         def fetch_by_itself(fetcher: Any, index: Any) -> Any:
+            if worker() is not None:  # seeded by its iterator, differently on each rank
+                return fetch(fetcher, index)
             with host.own():
                 return fetch(fetcher, index)
 
