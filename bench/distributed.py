@@ -10,7 +10,8 @@ the mean loss:
     exact     N ranks with the random numbers and batch statistics of one process, from one process with the same seed
     own       N ranks as the real job runs them, from one process with the same seed
     spread    between processes with different seeds: what chance alone does
-    verdict   *the same* where `own` is rounding, *within the spread* where it is at most that of other seeds, else **other**
+    verdict   *the same* where `own` is rounding, *other draws* where it is at most 1.5 times what other seeds do, else **other**. One run each: `exact` is
+              the sharper test, `own` shows that nothing is lost between it and the real job
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.witness import ENTRY
 from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed, last_line
 
-ROUNDING = 1e-4
+ROUNDING, SPREADS = 1e-4, 1.5
 STEPS, SECONDS = 30, 60.0
 PATIENCE_S = 900.0
 
@@ -86,7 +87,7 @@ def row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
     one = entry["one"]
     exact, own = apart(entry["exact"], one[0]), apart(entry["ranks"], one[0])
     spread = max(apart(one[a], one[b]) for a, b in ((1, 0), (2, 0), (2, 1)))
-    verdict = "the same" if own <= ROUNDING else "within the spread" if own <= spread else "**other**"
+    verdict = "the same" if own <= ROUNDING else "other draws" if own <= SPREADS * spread else "**other**"
     how = f"a {found.division['reduction']}, batches divided {'by index' if found.division['batches'] == 'index' else 'by ' + found.division['batches']}"
     return (name, how, error, f"{exact:.1e}", f"{own:.1e}", f"{spread:.1e}", verdict, "; ".join(found.notes))
 
