@@ -27,7 +27,7 @@ from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import Record, TrialRecord
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.trial.witness import ENTRY
+from flatout.trial.witness import ENTRY, STEPS
 
 LEVER = "data_parallel"
 OWN_BATCHES = "it makes its batches itself, without a DataLoader, and they cannot be divided as they enter its model"
@@ -67,6 +67,8 @@ class Rehearsal:
         try:
             witness = self._heard(self.command, Plan())
         except ProgramGone as gone:
+            if gone.record.status == "ended":
+                return self._refused(f"it ended before {STEPS} training steps were done, so there is too little to compare")
             raise _failed(gone.record) from None
         self.found.losses = _numbers(witness["losses"])
         if witness["divides_itself"]:
