@@ -32,6 +32,21 @@ class Record:
         return cls(**{key: _revived(kinds[key], value, key) for key, value in data.items() if key in kinds})
 
 
+@dataclass
+class ProgramRecord(Record):
+    """What a command asked of a program, with which versions, and how that ended. A subclass gives ``schema`` its own number."""
+
+    command: list[str]
+    cwd: str
+    schema: int = 0
+    flatout: str = ""
+    created: str = ""
+    status: str = "running"  # running | done | failed
+    message: str = ""
+    device: str = "cpu"
+    versions: dict[str, str] = field(default_factory=dict)
+
+
 @cache
 def _kinds(record: type[Record]) -> dict[str, Any]:
     return get_type_hints(record)
