@@ -6,18 +6,19 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.arguments import PROGRAM, Duration
-from flatout.cli.asking import Asked, question
+from flatout.cli.arguments import PROGRAM, Duration, writable
+from flatout.cli.asking import Asked, header, question
 from flatout.diagnose.profiling import Profiling, Wishes
 from flatout.measure.clock import seconds
 from flatout.measure.links import Fabric
 from flatout.measure.scaling import FIXED_SHARE, Work, evenly, predict, scaled
 from flatout.plan.errors import NothingMeasured, UsageError
-from flatout.plan.folder import read_json
+from flatout.plan.folder import JobFolder, read_json
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.profile import ProfileRecord
 from flatout.plan.records import PHASES, PhaseTime
 from flatout.plan.scale import STRATEGIES, Link, ScaleRecord, Timing, read_devices, read_link
+from flatout.probe.machine import look
 from flatout.trial.blocks import Watcher
 from flatout.trial.parent import Trial, measure
 
@@ -74,7 +75,7 @@ def command(gpus: str, network: str, inside: str | None, node: int, scaling: str
     if near is not None and between.inside:
         raise UsageError(f"--network {network} joins the devices of one machine; with --inside, --network is what joins the machines, as ib-ndr.")
     seen = _read_profile(profile) if profile is not None else None
-    asked = Asked("scale", words or tuple(seen.command if seen is not None else ()), job)
+    asked = Asked("scale", words, job) if seen is None or profile is None else OfProfile(seen, profile, job)
     record = ScaleRecord(**asked.header, scaling=scaling, network=between, inside=near, node=node if near is not None else 1, compute_scale=compute_scale,
                          local_steps=local_steps, fixed_share=fixed)
 
@@ -90,10 +91,10 @@ def command(gpus: str, network: str, inside: str | None, node: int, scaling: str
         record.status = "done"
 
     asked.answer(record, budget, run)
-    from flatout.render.scale_page import because, headline, scale_html, scale_table
+    from flatout.render.scale_page import because, headline, scale_html, scale_table, sentences
 
-    asked.show(record, scale_html(record), [f"{headline(record)}\n{because(record)}\n", scale_table(record), *(f"note: {note}" for note in record.notes)],
-               as_json)
+    parts = [f"{headline(record)}\n{because(record)}\n", scale_table(record), *sentences(record), *(f"note: {note}" for note in record.notes)]
+    asked.show(record, scale_html(record), parts, as_json)
     return 0
 
 
@@ -115,6 +116,15 @@ def _read_profile(path: Path) -> ProfileRecord:
     if record is None or not record.step_ms or not record.phases:
         raise UsageError(f"{path} holds no profile with steady steps. `flatout profile COMMAND...` makes one.")
     return record
+
+
+class OfProfile(Asked):
+    """The question as it is asked of a profile: its program need not be here, and the files lie beside it."""
+
+    def __init__(self, seen: ProfileRecord, profile: Path, job: Path | None) -> None:
+        self.name, self.facts = "scale", look()
+        self.folder = writable(JobFolder(job or profile.resolve().parent), job is not None)
+        self.header = {**header(seen.command, self.facts), "cwd": seen.cwd}
 
 
 class Telling(Watcher):

@@ -41,7 +41,7 @@ class Cost:
 
     def and_then(self, other: Cost) -> Cost:
         narrow = self if self.ms - self.latency_ms >= other.ms - other.latency_ms else other
-        ways = list(dict.fromkeys(cost.how for cost in (self, other) if cost.ms > 0))
+        ways = list(dict.fromkeys(way for cost in (self, other) if cost.ms > 0 for way in cost.how.split(", ")))
         return Cost(self.ms + other.ms, self.latency_ms + other.latency_ms, self.wire_bytes + other.wire_bytes, ", ".join(ways) or "nothing", narrow.link,
                     self.busy_ms + other.busy_ms)
 

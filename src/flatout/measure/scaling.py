@@ -197,13 +197,14 @@ def _bound(work: Work, point: ScalePoint, step: Step, ideal_ms: float) -> str:
         return f"computing: {hidden}"
     if worst == "batch":
         size = f"{point.samples:,.3g} samples" if point.samples is not None else f"a {point.devices:,}th of the batch"
-        return f"the batch is small: what a step costs however small it is makes {_share(computing, point.step_ms)} of it, at {size} a device"
+        return f"a small batch: what a step costs however small it is makes {_share(computing, point.step_ms)} of it, at {size} a device"
     if worst == "overhead":
-        return f"what neighbours cost ({work.overhead:.1%} of computing, see the notes); {hidden}"
+        return f"neighbours: they cost {work.overhead:.1%} of computing; {hidden}"
     waits = f"{_share(exposed, point.step_ms)} of the step waits for communication"
     if step.cost.latency_ms > step.cost.ms / 2:
         return f"latency: {waits}, most of which is hops and not bytes ({step.cost.how})"
-    return f"the bandwidth of {step.cost.link}: {waits}, {(point.wire_bytes or 0.0) / 1e6:,.3g} MB from each device"
+    sent = (point.wire_bytes or 0.0) / 1e6
+    return f"bandwidth of {step.cost.link}: {waits}, {sent:,.{0 if sent >= 10 else 2}f} MB from each device"
 
 
 def _share(part: float, whole: float | None) -> str:

@@ -13,7 +13,7 @@ from flatout.render.page import environment
 from flatout.render.pictures import PLOT_HEIGHT
 from flatout.render.svg import UNITS, Scale, axis_below, axis_beside, element, percent, picture, round_ticks, stretched, title
 
-NAMES = {"ddp": "DDP", "fsdp": "FSDP", "hybrid": "hybrid", "local": "local SGD"}
+NAMES = {"ddp": "DDP", "fsdp": "FSDP", "hybrid": "Hybrid", "local": "Local SGD"}
 COLUMNS = ("", "devices", "step", "waiting", "each sends", "efficiency", "what bounds it")
 TICKS = 9  # numbers of devices that are written below the picture
 
@@ -33,7 +33,7 @@ def headline(record: ScaleRecord) -> str:
         return "Nothing can be foretold"
     most = max(point.devices for point in there)
     best = max((point for point in there if point.devices == most), key=lambda point: point.efficiency or 0.0)
-    return f"{name_of(record, best.strategy)} on {wording.several(most, 'device')}: {share(best.efficiency)} efficient"
+    return f"{name_of(record, best.strategy)} on {wording.several(most, 'device')}: {100 * (best.efficiency or 0.0):.0f}\u00a0% efficient"
 
 
 def because(record: ScaleRecord) -> str:
@@ -62,14 +62,34 @@ def share(value: float | None) -> str:
 
 
 def rows(record: ScaleRecord) -> list[tuple[str, ...]]:
-    """One for each point, in the order of ``COLUMNS``."""
+    """One for each point, in the order of ``COLUMNS``; of a sentence the words before its colon, ``sentences`` have the rest."""
     found: list[tuple[str, ...]] = []
     for strategy in strategies(record):
         for at, point in enumerate(record.line(strategy)):
             name = name_of(record, strategy) if at == 0 else ""
             figures = ("",) * 4 if point.why_not else (wording.milliseconds(point.step_ms), wording.milliseconds(point.exposed_ms), sent(point.wire_bytes),
                                                        share(point.efficiency))
-            found.append((name, wording.count(point.devices), *figures, wording.one_line(point.why_not or point.bound, 300)))
+            found.append((name, wording.count(point.devices), *figures, wording.one_line(point.why_not or point.bound.partition(": ")[0], 80)))
+    return found
+
+
+def groups(record: ScaleRecord) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """The rows of each strategy, under its name."""
+    found: list[tuple[str, list[tuple[str, ...]]]] = []
+    for row in rows(record):
+        if row[0]:
+            found.append((row[0], []))
+        found[-1][1].append(row)
+    return found
+
+
+def sentences(record: ScaleRecord) -> list[str]:
+    """What bounds each strategy where there are most devices."""
+    found = []
+    for strategy in strategies(record):
+        there = [point for point in record.line(strategy) if point.bound]
+        if there:
+            found.append(wording.sentence(f"{name_of(record, strategy)} on {wording.several(there[-1].devices, 'device')}: {there[-1].bound}"))
     return found
 
 
@@ -89,8 +109,9 @@ def scale_table(record: ScaleRecord) -> Table:
 
 def scale_html(record: ScaleRecord) -> str:
     return environment("report.css", "profile.css").get_template("scale.html.j2").render(
-        headline=headline(record), because=because(record), command=wording.shell(record.command), plot=plot(record), columns=COLUMNS, rows=rows(record),
-        names=[name_of(record, strategy) for strategy in strategies(record)], notes=[wording.sentence(note) for note in record.notes[:20]],
+        headline=headline(record), because=because(record), command=wording.shell(record.command), plot=plot(record), columns=COLUMNS,
+        names=[name_of(record, strategy) for strategy in strategies(record)], groups=groups(record), sentences=sentences(record),
+        notes=[wording.sentence(note) for note in record.notes[:20]],
         scaling=record.scaling, dateline=[part for part in (wording.day(record.created), wording.one_line(record.measured, 200)) if part],
         version=wording.one_line(record.flatout, 40))
 
