@@ -103,6 +103,9 @@ def test_an_all_reduce_by_hand():
     one_card = all_reduce(Fabric(read_link("ib-hdr,cards=1"), NETWORKS["nvlink2"], 8), 16, 1e9)
     assert one_card.link == "ib-hdr,cards=1"
     assert one_card.ms == pytest.approx(1e3 * (2 * 7 / 8 * 1e9 / 120e9 + 1e9 / 24e9), rel=0.01)
+    # However slow the way between the nodes, a byte keeps a device busy for as long as NVLink needs for it.
+    far = all_reduce(Fabric(NETWORKS["ib-hdr"], NETWORKS["nvlink4"], 8), 16, 1e9)
+    assert (far.how, far.link, far.busy_ms) == ("ring", "ib-hdr", pytest.approx(1e3 * 1.875e9 / NETWORKS["nvlink4"].bandwidth_bytes_per_s))
     # A byte of many devices far apart costs hops, and a tree has fewer of them.
     assert all_reduce(Fabric(NETWORKS["ethernet-10g"]), 512, 1e3).how == "tree"
     assert all_reduce(Fabric(NETWORKS["ethernet-10g"]), 512, 1e9).how == "ring"
