@@ -8,7 +8,7 @@ Sources
     [ddp]    pytorch/pytorch, benchmarks/distributed/ddp/README.md, commit bf69c14: torch 1.4, DGX-1 with 8 V100 each, 4 x 100 Gb/s InfiniBand a machine, p50.
              By the authors of "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020), whose own figures are curves only
     [dle-r]  NVIDIA/DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md: NGC 21.03; DGX A100 (8 A100 80 GB), DGX-1 (8 V100 16 GB);
-             256 images a GPU, gradients in float32 under native AMP too
+             gradients in float32 under native AMP too; images a GPU from ConvNets/configs.yml
     [dle-x]  the same, ConvNets/resnext101-32x4d/README.md
     [dle-b]  NVIDIA/DeepLearningExamples, PyTorch/LanguageModeling/BERT/README.md, commit 23a6382: NGC 19.07, fine-tuning of BERT-large (SQuAD), DGX-1 (8 V100
              16 GB) and DGX-2 (16 V100 32 GB); mixed precision has gradients in float16 (apex)
@@ -108,11 +108,17 @@ RUNS = [
     *_ddp_benchmark("ResNeXt-101 32x8d", 415, 447, 450),
     _throughput("ResNet-50 TF32, 8 A100", "dle-r", "ResNet-50", A100, 8, 256, 938, 7248),
     _throughput("ResNet-50 AMP, 8 A100", "dle-r", "ResNet-50", A100, 8, 256, 2470, 16621),
+    _throughput("ResNet-50 float32, 8 V100", "dle-r", "ResNet-50", V100, 8, 112, 367, 7.76 * 367),
     _throughput("ResNet-50 AMP, 8 V100", "dle-r", "ResNet-50", V100, 8, 256, 1200, 6.93 * 1200),
     _throughput("ResNeXt-101 TF32, 8 A100", "dle-x", "ResNeXt-101 32x4d", A100, 8, 128, 456, 3471),
     _throughput("ResNeXt-101 AMP, 8 A100", "dle-x", "ResNeXt-101 32x4d", A100, 8, 128, 1211, 7925),
+    _throughput("ResNeXt-101 float32, 8 V100", "dle-x", "ResNeXt-101 32x4d", V100, 8, 64, 147, 1133),
+    _throughput("ResNeXt-101 AMP, 8 V100", "dle-x", "ResNeXt-101 32x4d", V100, 8, 128, 587, 4065),
     _throughput("BERT-large mixed, 8 V100, batch 4", "dle-b", "BERT-large", V100, 8, 4, 35.88, 227.84, 2.0),
     _throughput("BERT-large mixed, 8 V100, batch 10", "dle-b", "BERT-large", V100, 8, 10, 45.2, 327.2, 2.0),
+    _throughput("BERT-large float32, 8 V100 of 32 GB, batch 8", "dle-b", "BERT-large", V100, 8, 8, 8.64, 64.32),
+    _throughput("BERT-large mixed, 8 V100 of 32 GB, batch 8", "dle-b", "BERT-large", V100, 8, 8, 36.04, 231.04, 2.0),
+    _throughput("BERT-large mixed, 8 V100 of 32 GB, batch 10", "dle-b", "BERT-large", V100, 8, 10, 46.0, 325.6, 2.0),
     _throughput("BERT-large float32, 16 V100, batch 4", "dle-b", "BERT-large", DGX2, 16, 4, 9.92, 141.4),
     _throughput("BERT-large mixed, 16 V100, batch 4", "dle-b", "BERT-large", DGX2, 16, 4, 38.16, 462.08, 2.0),
     _throughput("BERT-large mixed, 16 V100, batch 10", "dle-b", "BERT-large", DGX2, 16, 10, 47.4, 648.0, 2.0),
