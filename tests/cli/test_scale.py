@@ -76,6 +76,9 @@ def test_another_device_strong_scaling_and_what_was_said(profile):
     assert faster.points[0].efficiency < plain.points[0].efficiency < 0.5
     assert any("50 times faster than measured on cuda" in note for note in faster.notes)
     assert not any("neighbours" in note for note in plain.notes)
+    one_each = ask(profile, "--gpus", "4", "--network", "ib-ndr")
+    assert [point.strategy for point in one_each.points] == ["ddp", "fsdp", "local"]
+    assert any("hybrid is left out" in note for note in one_each.notes)
 
     half = profile.with_name("half.json")
     other = healthy(device="cuda", step_ms=7.0, samples_per_s=16 / 0.007)
@@ -83,6 +86,7 @@ def test_another_device_strong_scaling_and_what_was_said(profile):
     two = ("--gpus", "2", "--network", "bandwidth=1000GB/s", "--strategies", "ddp", "--scaling", "strong", "--overhead", "0")
     strong = ask(profile, *two, "--second", str(half))
     assert strong.points[0].compute_ms == pytest.approx(0.95 * 7.0 + 0.5)  # the optimizer as with the whole batch
+    assert "another batch size" in str(ask(profile, *two, "--second", str(profile)))
     fixed = ask(profile, *two, "--fixed", "100%")
     assert fixed.points[0].efficiency == pytest.approx(0.5, rel=0.02)
 

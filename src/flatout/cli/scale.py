@@ -84,6 +84,8 @@ def command(gpus: str, network: str, inside: str | None, node: int, scaling: str
         _take(record, found, str(profile) if profile is not None else "")
         if second is not None:
             record.second = timing_of(_read_profile(second))
+            if not record.second.samples or record.second.samples == timing_of(found).samples:
+                raise UsageError(f"--second {second} says nothing of another batch size. `flatout profile` the program with another one.")
         elif scaling == "strong" and fixed is None and profile is None:
             record.second = _half(asked, found, record, budget, stage)
         record.overhead = overhead if overhead is not None else OVERHEAD if record.device == "cuda" or compute_scale > 1 else 0.0
@@ -195,6 +197,9 @@ def _foretell(record: ScaleRecord, ways: list[str], devices: list[int], overhead
     second = scaled(record.second, factor) if record.second is not None else None
     work = Work(scaled(record.timing, factor), tuple(record.tensor_bytes) or evenly(record.parameter_bytes), record.parameter_bytes, second,
                 record.fixed_share if record.fixed_share is not None else FIXED_SHARE, record.overhead, record.local_steps)
+    if "hybrid" in ways and record.inside is None:
+        record.notes.append("hybrid is left out: it shards inside nodes, and without --inside there are none of several devices")
+        ways = [way for way in ways if way != "hybrid"]
     record.notes += _assumptions(record, ways, overhead)
     fabric = Fabric(record.network, record.inside, record.node)
     record.points = [predict(work, fabric, way, count, record.scaling) for way in ways for count in devices]
