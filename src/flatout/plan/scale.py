@@ -67,6 +67,9 @@ LINKS = (
     _ethernet("ethernet-25g", 25.0),
     _ethernet("ethernet-100g", 100.0),
     _ethernet("ethernet-200g", 200.0),
+    # gloo between two processes of one machine: the quickest of 60 to 400 all-reduces each of 4 KiB to 16 MiB (2 cores of an AMD EPYC 9004, torch 2.14.1, busy
+    # machine, 2026-11-22). Processes carry the bytes themselves; `bench/scaling.py --here` measures what is left for computing.
+    Link("loopback", 1.1 * GB, 130.0, contention=0.9, inside=True),
 )
 NETWORKS = {link.name: link for link in LINKS}
 
