@@ -5,7 +5,8 @@
 Rank 0 writes OUT, JSON. All-reduces of several sizes are timed, and computing beside one. Then blocks of steps take turns: ``alone`` (rank 0 trains a model of
 its own, the others wait), ``quiet`` (all train and nothing is sent, under ``no_sync``), ``sent`` (DistributedDataParallel as it is). One thread a process.
 
-Each begins when nobody else uses the machine, and says how many cores others used meanwhile; so many turns are made until N were calm, or time is up.
+Each begins when nobody else uses the machine, and says how many cores others used meanwhile; so many turns are made until N were calm, or time is up. With a
+patience of 0 there are N turns, whoever else is there.
 """
 
 from __future__ import annotations
@@ -202,7 +203,12 @@ def main() -> None:
     sweeps: list[dict[str, object]] = []
     turns: list[dict[str, dict[str, object]]] = []
     # Where it never becomes calm there are a sweep and a turn all the same: their blocks say so.
-    while sum(is_calm(turn) for turn in turns) < asked.turns and (wait_for_calm(until) or not turns):
+    def go_on() -> bool:
+        if not asked.patience:
+            return len(turns) < asked.turns
+        return sum(is_calm(turn) for turn in turns) < asked.turns and (wait_for_calm(until) or not turns)
+
+    while go_on():
         if len(sweeps) <= len(turns) // 3:
             sweeps.append(sweep())
         turns.append({kind: steps[kind].block(kind, asked.steps) for kind in KINDS[len(turns) % 3:] + KINDS[:len(turns) % 3]})
