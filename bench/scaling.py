@@ -184,7 +184,8 @@ def main() -> None:
 def publish(programs: dict[str, list[dict[str, Any]]], cores: int, made: dict[str, Any], where: dict[str, Any]) -> Path:
     """Whatever there is by now, so that a call that is cut short loses nothing; the next one of this month adds to it."""
     parts = ["# Steps on many devices: foretold beside published and measured ones\n", published_page()]
-    parts.append(here_page(programs, cores) if programs else "## Ranks on this machine\n\nNot run: `python bench/scaling.py --here`, on a machine that nobody else uses.")
+    not_run = "## Ranks on this machine\n\nNot run: `python bench/scaling.py --here`, on a machine that nobody else uses."
+    parts.append(here_page(programs, cores) if programs else not_run)
     return write_result("scaling", made, "\n\n".join(parts), {"programs": programs}, **where)[0]
 
 
