@@ -82,6 +82,8 @@ class Launch:
                                        "--turns", str(turns), "--steps", str(steps), "--patience", str(patience_s)], env=environment) for rank in range(world)]
             try:
                 codes = [rank.wait(patience_s + LAUNCH_S) for rank in ranks]
+            except subprocess.TimeoutExpired:
+                raise SystemExit(f"{model} on {world} processes did not end within {patience_s + LAUNCH_S:.0f} s: this machine is too busy to measure on") from None
             finally:
                 for rank in ranks:
                     rank.kill()
