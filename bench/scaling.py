@@ -83,7 +83,7 @@ class Launch:
             try:
                 codes = [rank.wait(patience_s + LAUNCH_S) for rank in ranks]
             except subprocess.TimeoutExpired:
-                raise SystemExit(f"{model} on {world} processes did not end within {patience_s + LAUNCH_S:.0f} s: this machine is too busy to measure on") from None
+                raise SystemExit(f"{model} on {world} processes did not end in {patience_s + LAUNCH_S:.0f} s; this machine is too busy") from None
             finally:
                 for rank in ranks:
                     rank.kill()
