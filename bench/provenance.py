@@ -45,6 +45,7 @@ THEMES = (
     ("memory_prediction", "python bench/memory_prediction.py [DIR]", "A step's peak memory, foretold without computing, beside the allocator's own events"),
     ("what_ifs", "python bench/what_ifs.py", "What-if bounds of a profile beside what really removing the thing brings"),
     ("zoo", "python bench/zoo.py", "Whether diagnosis names the fault that was planted: named first with its line, false alarms on healthy twins"),
+    ("scaling", "python bench/scaling.py --here", "Steps on many devices as `flatout scale` foretells them, beside published runs and ranks on this machine"),
     ("loop", "python bench/loop.py", "What a loop costs that somebody else drives: `flatout.Loop` and other libraries beside the raw loop"),
     ("loop_faults", "python bench/loop_faults.py", "Out of memory injected at hundreds of places of a training with the Loop, one rank of two among them"),
     ("distributed", "python bench/distributed.py DIR", "Public scripts for one process as several ranks: divided or refused, and the course of their losses"),

@@ -16,6 +16,7 @@ COMMANDS = {
     "profile": "See where the time and the memory of a step go, and what fixing it would bring.",
     "batch": "See how speed and memory answer to the batch size, and how large a one still helps learning.",
     "memory": "Foretell the peak memory of a training step, for any batch size.",
+    "scale": "Foretell a step on many devices: its time, its efficiency, what bounds it.",
     "lr": "See how the loss answers to the learning rate, and which one to begin with.",
     "trial": "Measure one run of a program and write its record.",
     "plan": "Show a plan with its evidence, and the code that would do the same by hand.",

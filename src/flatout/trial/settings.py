@@ -21,7 +21,7 @@ def settings(torch: Any, scene: Any) -> dict[str, Any]:
         "create_graph": bool(scene.create_graph_seen), "optimizers": [_optimizer(optimizer) for optimizer in scene.optimizers],
         "modules": dict(Counter(type(module).__name__ for module in modules)),
         "training": {"train": sum(module.training for module in modules), "eval": sum(not module.training for module in modules)},
-        "dtypes": {}, "devices": sorted({str(p.device) for p in scene.parameters}),
+        "dtypes": {}, "devices": sorted({str(p.device) for p in scene.parameters}), "gradient_bytes": _gradients(scene),
     }
     for parameter in scene.parameters:
         name = str(parameter.dtype).removeprefix("torch.")
@@ -32,6 +32,13 @@ def settings(torch: Any, scene: Any) -> dict[str, Any]:
         except (RuntimeError, AttributeError):  # both ways of setting the precision were used, or this torch has no such question
             pass
     return found
+
+
+def _gradients(scene: Any) -> list[int]:
+    """Of each tensor, in the order in which backward is expected to make them: the modules' own, the other way round."""
+    known = {id(p): p for root in scene.roots for p in root.parameters() if p.requires_grad}
+    known.update({id(p): p for p in scene.parameters if id(p) not in known})
+    return [p.numel() * p.element_size() for p in reversed(known.values())]
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:

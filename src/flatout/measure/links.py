@@ -1,0 +1,156 @@
+"""How long collectives take, by latency and bandwidth of the links below them. Pure; standard library only.
+
+The sums are those of NCCL's own choice of an algorithm (src/graph/tuning.cc) and of the Hockney model: a hop costs its latency, a byte the inverse of the
+bandwidth. With n devices in m nodes of k each, and S bytes:
+
+    ring          2 (n - 1) hops, 2 (n - 1) / n S bytes over the narrowest place: the link of a device, or all cards of a node together
+    tree          2 (k - 1 + log2 m) hops, 2 S bytes at 0.9 of the bandwidth; only where there are several nodes
+    hierarchical  reduce-scatter in the node, all-reduce of each k-th of S between the nodes, all-gather in the node
+    reduce-scatter, all-gather: half a ring
+
+Whatever the algorithm, a device sends 2 (n - 1) / n S bytes of an all-reduce, and half of it of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from flatout.plan.scale import Link
+
+OF_A_TREE = 0.9  # of the bandwidth: "busBw*.9" in NCCL's src/graph/tuning.cc, commit 01afd20
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one collective. ``latency_ms`` is the part that no bandwidth shortens; ``link`` is the one whose bandwidth the rest waits for.
+
+    ``busy_ms`` is what computing loses by it, at most ``ms``.
+    """
+
+    ms: float = 0.0
+    latency_ms: float = 0.0
+    wire_bytes: float = 0.0
+    how: str = "nothing"
+    link: str = ""
+    busy_ms: float = 0.0
+
+    @property
+    def contention(self) -> float:
+        return min(1.0, self.busy_ms / self.ms) if self.ms > 0 else 0.0
+
+    def and_then(self, other: Cost) -> Cost:
+        narrow = self if self.ms - self.latency_ms >= other.ms - other.latency_ms else other
+        ways = list(dict.fromkeys(way for cost in (self, other) if cost.ms > 0 for way in cost.how.split(", ")))
+        return Cost(self.ms + other.ms, self.latency_ms + other.latency_ms, self.wire_bytes + other.wire_bytes, ", ".join(ways) or "nothing", narrow.link,
+                    self.busy_ms + other.busy_ms)
+
+    def times(self, factor: float) -> Cost:
+        return replace(self, ms=self.ms * factor, latency_ms=self.latency_ms * factor, wire_bytes=self.wire_bytes * factor, busy_ms=self.busy_ms * factor)
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """``inside`` joins the ``node`` devices of a node, ``between`` the nodes. Without ``inside`` each device is a node of its own."""
+
+    between: Link
+    inside: Link | None = None
+    node: int = 1
+
+    def shape(self, devices: int) -> tuple[int, int]:
+        """Devices a node, and nodes."""
+        if self.between.inside:  # one machine, however many devices
+            return devices, 1
+        per_node = min(self.node if self.inside is not None else 1, devices)
+        return per_node, math.ceil(devices / per_node)
+
+    @property
+    def near(self) -> Link:
+        """The link inside a node."""
+        return self.between if self.inside is None else self.inside
+
+    def out_bytes_per_s(self, per_node: int) -> float:
+        """What all cards of a node carry together."""
+        return self.between.bandwidth_bytes_per_s * (self.between.cards or per_node)
+
+    def in_node(self) -> Fabric:
+        """As if there were nothing outside the node."""
+        return Fabric(replace(self.near, inside=True))
+
+    def across(self, per_node: int) -> Fabric:
+        """Between devices of the same place in each node, while those of the other places do the same."""
+        return Fabric(replace(self.between, bandwidth_bytes_per_s=self.out_bytes_per_s(per_node) / per_node, cards=0))
+
+
+def all_reduce(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
+    """The quickest of ring, tree and hierarchical, as NCCL chooses."""
+    if devices < 2:
+        return Cost()
+    per_node, nodes = fabric.shape(devices)
+    found = [_ring(fabric, devices, size_bytes, rounds=2, how="ring")]
+    if nodes > 1:
+        found.append(_tree(fabric, devices, size_bytes))
+    if nodes > 1 and per_node > 1 and nodes * per_node == devices:
+        found.append(hierarchical(fabric, devices, size_bytes))
+    return min(found, key=lambda cost: cost.ms)
+
+
+def reduce_scatter(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
+    """``size_bytes`` is the whole, of which each device keeps its part."""
+    return _ring(fabric, devices, size_bytes, rounds=1, how="reduce-scatter")
+
+
+def all_gather(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
+    """``size_bytes`` is the whole, as each device has it afterwards."""
+    return _ring(fabric, devices, size_bytes, rounds=1, how="all-gather")
+
+
+def hierarchical(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
+    """An all-reduce in three steps. Every node has as many devices."""
+    per_node, nodes = fabric.shape(devices)
+    first = reduce_scatter(fabric.in_node(), per_node, size_bytes)
+    middle = _ring(fabric.across(per_node), nodes, size_bytes / per_node, rounds=2, how="ring")
+    last = all_gather(fabric.in_node(), per_node, size_bytes)
+    return replace(first.and_then(middle).and_then(last), how="hierarchical")
+
+
+def _narrowest(fabric: Fabric, devices: int) -> tuple[float, Link]:
+    """Bytes per second of a ring through all devices, and the link that sets them."""
+    per_node, nodes = fabric.shape(devices)
+    if nodes == 1:
+        return fabric.near.bandwidth_bytes_per_s, fabric.near
+    out = fabric.out_bytes_per_s(per_node)
+    if per_node > 1 and fabric.near.bandwidth_bytes_per_s < out:
+        return fabric.near.bandwidth_bytes_per_s, fabric.near
+    return out, fabric.between
+
+
+def _ring(fabric: Fabric, devices: int, size_bytes: float, rounds: int, how: str) -> Cost:
+    if devices < 2:
+        return Cost()
+    per_node, nodes = fabric.shape(devices)
+    far = rounds * (nodes - 1) if per_node > 1 else rounds * (devices - 1)
+    near = rounds * (devices - 1) - far
+    latency_ms = (_start_us(fabric, nodes) + far * fabric.between.latency_us + near * fabric.near.latency_us) / 1e3
+    bandwidth, link = _narrowest(fabric, devices)
+    wire = rounds * (devices - 1) / devices * size_bytes
+    return _cost(fabric, devices, latency_ms, 1e3 * wire / bandwidth, wire, how, link)
+
+
+def _tree(fabric: Fabric, devices: int, size_bytes: float) -> Cost:
+    per_node, nodes = fabric.shape(devices)
+    hops_us = 2 * ((per_node - 1) * fabric.near.latency_us + math.ceil(math.log2(nodes)) * fabric.between.latency_us)
+    latency_ms = (_start_us(fabric, nodes) + hops_us) / 1e3
+    bandwidth, link = _narrowest(fabric, devices)
+    return _cost(fabric, devices, latency_ms, 2e3 * size_bytes / (OF_A_TREE * bandwidth), 2 * (devices - 1) / devices * size_bytes, "tree", link)
+
+
+def _cost(fabric: Fabric, devices: int, latency_ms: float, bytes_ms: float, wire_bytes: float, how: str, link: Link) -> Cost:
+    # A byte keeps its device busy for as long as the nearest link needs for it, however slow the way is that follows.
+    near = fabric.between if fabric.shape(devices)[0] == 1 else fabric.near
+    busy_ms = near.contention * min(bytes_ms, 1e3 * wire_bytes / near.bandwidth_bytes_per_s)
+    return Cost(latency_ms + bytes_ms, latency_ms, wire_bytes, how, link.name, busy_ms)
+
+
+def _start_us(fabric: Fabric, nodes: int) -> float:
+    return fabric.between.start_us if nodes > 1 else fabric.near.start_us

@@ -1,0 +1,61 @@
+"""Two queues that wait for each other: what a device computes, and what its links carry. Pure; standard library only.
+
+Each queue does its tasks one after another. A task begins when so many tasks of the other queue have ended as it says. While the links carry something,
+computing goes on at ``1 - contention`` of its speed: a contention of 1 where the device itself is busy with the bytes, 0 where other hardware is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Task:
+    ms: float
+    after: int = 0  # tasks of the other queue that must have ended
+    contention: float = 0.0  # of a task of the links
+
+
+class Queue:
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = list(tasks)
+        self.ended = 0
+        self.left_ms = self.tasks[0].ms if self.tasks else 0.0
+
+    @property
+    def done(self) -> bool:
+        return self.ended == len(self.tasks)
+
+    def ready(self, other: Queue) -> bool:
+        return not self.done and other.ended >= self.tasks[self.ended].after
+
+    def spend(self, ms: float) -> None:
+        """``ms`` may be all that is left, and then the next task comes."""
+        self.left_ms -= ms
+        if self.left_ms <= 0:
+            self.ended += 1
+            self.left_ms = 0.0 if self.done else self.tasks[self.ended].ms
+
+
+def finish_ms(compute: Sequence[Task], wire: Sequence[Task]) -> float:
+    """When both queues have ended. Raises ValueError where each waits for the other."""
+    device, link = Queue(compute), Queue(wire)
+    now_ms = 0.0
+    while not (device.done and link.done):
+        computing, carrying = device.ready(link), link.ready(device)
+        if not computing and not carrying:
+            raise ValueError("the two queues wait for each other")
+        speed = 1.0 - link.tasks[link.ended].contention if carrying else 1.0
+        if not carrying or (computing and device.left_ms <= link.left_ms * speed):
+            passed_ms = device.left_ms / speed if device.left_ms else 0.0
+            if carrying:
+                link.left_ms = max(link.left_ms - passed_ms, 0.0)
+            device.spend(device.left_ms)
+        else:
+            passed_ms = link.left_ms
+            if computing:
+                device.left_ms -= passed_ms * speed
+            link.spend(link.left_ms)
+        now_ms += passed_ms
+    return now_ms

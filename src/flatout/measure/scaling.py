@@ -1,0 +1,211 @@
+"""How long a step takes on many devices, from what one device needs for it: DDP, FSDP, hybrid, local SGD. Pure; standard library only.
+
+    ddp      gradients in buckets (the first of 1 MiB, then of 25), each summed over all devices as soon as backward has made it, beside the rest of backward
+    fsdp     parameters gathered block by block before forward and again before backward, one block ahead; gradients scattered as they come
+    hybrid   fsdp inside a node, and the shard's gradients summed across the nodes
+    local    every device trains alone, and the parameters are averaged every H steps, with nothing to hide behind. It changes what is learned
+
+Backward is taken to make gradients at an even rate in bytes. Weak scaling: each device has the batch that was measured. Strong: all of them together have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from flatout.measure.links import Cost, Fabric, all_gather, all_reduce, reduce_scatter
+from flatout.measure.overlap import Task, finish_ms
+from flatout.plan.scale import ScalePoint, Timing
+
+MIB = 1 << 20
+FIRST_BUCKET_BYTES = MIB  # torch/csrc/distributed/c10d/reducer.hpp: kDefaultFirstBucketBytes
+BUCKET_BYTES = 25 * MIB  # bucket_cap_mb of DistributedDataParallel
+BLOCKS = 32  # that FSDP gathers one after another: as many as Llama 3 8B has; where gradients say less, as many as there are
+FIXED_SHARE = 0.1  # of a step's computing, where nobody has said or measured how it answers to a smaller batch
+WELL = 0.95
+
+
+@dataclass(frozen=True)
+class Work:
+    """What there is to do. ``tensors`` are the bytes of the gradients in the order in which they become ready.
+
+    ``overhead`` is the share that computing takes longer for as soon as there are neighbours. ``overlap`` is whether buckets leave before backward has ended.
+    """
+
+    timing: Timing
+    tensors: tuple[float, ...]
+    parameter_bytes: float
+    second: Timing | None = None
+    fixed_share: float = FIXED_SHARE
+    overhead: float = 0.0
+    local_steps: int = 1
+    overlap: bool = True
+
+
+def evenly(total_bytes: float) -> tuple[float, ...]:
+    """Gradients of which only the sum is known: in small pieces."""
+    pieces = max(1, round(4 * total_bytes / BUCKET_BYTES), min(100, int(total_bytes)))
+    return (total_bytes / pieces,) * pieces if total_bytes > 0 else ()
+
+
+def buckets(tensors: Iterable[float]) -> list[float]:
+    """Tensors filled into buckets as DistributedDataParallel does once it has seen their order: a bucket is full when its limit is reached."""
+    found, filling = list[float](), 0.0
+    for size in tensors:
+        filling += size
+        if filling >= (BUCKET_BYTES if found else FIRST_BUCKET_BYTES):
+            found, filling = [*found, filling], 0.0
+    return [*found, filling] if filling else found
+
+
+def at_batch(work: Work, samples_share: float) -> Timing:
+    """The times of a device that has this share of the measured batch. The optimizer's does not depend on it."""
+    first = work.timing
+    if samples_share == 1.0:
+        return first
+    times = {}
+    for name in ("forward_ms", "backward_ms", "host_ms"):
+        whole = getattr(first, name)
+        fixed = work.fixed_share * whole
+        if work.second is not None and first.samples and work.second.samples not in (None, first.samples):
+            other, ratio = getattr(work.second, name), (work.second.samples or 0.0) / first.samples
+            # The line through both points, and never one on which a batch of nothing takes less than nothing, or more than what was measured.
+            fixed = min(max((other - ratio * whole) / (1 - ratio), 0.0), min(whole, other))
+        times[name] = fixed + (whole - fixed) * samples_share
+    samples = first.samples * samples_share if first.samples else None
+    return replace(first, samples=samples, **times)
+
+
+def scaled(timing: Timing, factor: float) -> Timing:
+    """On a device that is ``factor`` times faster. The host's part stays: another device makes no other host."""
+    return replace(timing, forward_ms=timing.forward_ms / factor, backward_ms=timing.backward_ms / factor, optimizer_ms=timing.optimizer_ms / factor)
+
+
+@dataclass(frozen=True)
+class Step:
+    """``total_ms`` is the step without what neighbours cost."""
+
+    compute_ms: float
+    total_ms: float
+    cost: Cost
+
+
+def ddp(work: Work, timing: Timing, fabric: Fabric, devices: int) -> Step:
+    """Of several backward passes a step the last one alone sends, as under ``no_sync``."""
+    parts = buckets(work.tensors)
+    last_ms = timing.backward_ms / timing.passes
+    before = Task(timing.host_ms + timing.forward_ms + timing.backward_ms - last_ms)
+    whole = sum(parts) or 1.0
+    compute = [before, *(Task(last_ms * part / whole) for part in parts), Task(timing.optimizer_ms, after=len(parts))]
+    costs = [all_reduce(fabric, devices, part) for part in parts]
+    first = 2 if work.overlap else 1 + len(parts)
+    wire = [_carry(cost, after=first + at if work.overlap else first) for at, cost in enumerate(costs)]
+    return Step(timing.step_ms, finish_ms(compute, wire), _sum(costs))
+
+
+def fsdp(work: Work, timing: Timing, fabric: Fabric, devices: int) -> Step:
+    return _sharded(work, timing, fabric, devices, lambda part: reduce_scatter(fabric, devices, part))
+
+
+def hybrid(work: Work, timing: Timing, fabric: Fabric, devices: int) -> Step:
+    """Where all devices are in one node, this is fsdp; where each is a node of its own, the gathering is nothing, and gradients leave block by block."""
+    per_node, nodes = fabric.shape(devices)
+    near, far = fabric.in_node(), fabric.across(per_node)
+
+    def leave(part: float) -> Cost:
+        return reduce_scatter(near, per_node, part).and_then(all_reduce(far, nodes, part / per_node))
+
+    return _sharded(work, timing, near, per_node, leave)
+
+
+def local(work: Work, timing: Timing, fabric: Fabric, devices: int) -> Step:
+    """The mean over H steps: parameters are summed once, after the optimizer."""
+    cost = all_reduce(fabric, devices, work.parameter_bytes).times(1 / work.local_steps)
+    return Step(timing.step_ms, timing.step_ms + cost.ms, cost)
+
+
+def _sharded(work: Work, timing: Timing, gather: Fabric, members: int, leave: Callable[[float], Cost]) -> Step:
+    """One pass of a sharded step, as often as it has passes; each pass gathers and scatters anew, and the optimizer has a part of the parameters."""
+    count = max(1, min(BLOCKS, len(work.tensors)))
+    gathered = all_gather(gather, members, work.parameter_bytes / count)
+    left = leave(sum(work.tensors) / count)
+    forward, backward = timing.forward_ms / timing.passes / count, timing.backward_ms / timing.passes / count
+    host = timing.host_ms / timing.passes
+    # Compute: the host, forward blocks, backward blocks. Wire: a gathering for each forward block; then those for backward, each but the first followed by
+    # the scattering of the block before. A block is gathered while the one before it computes, not earlier: two of them are in memory at once.
+    compute = [Task(host), *(Task(forward, after=at + 1) for at in range(count))]
+    wire = [_carry(gathered, after=max(1, at)) for at in range(count)]
+    for at in range(count):
+        wire.append(_carry(gathered, after=count + at))
+        compute.append(Task(backward, after=len(wire)))
+        if at:
+            wire.append(_carry(left, after=1 + count + at))
+    wire.append(_carry(left, after=1 + 2 * count))
+    total = timing.passes * finish_ms(compute, wire)
+    optimizer_ms = timing.optimizer_ms / members
+    cost = _sum([gathered] * 2 * count + [left] * count).times(timing.passes)
+    return Step(timing.step_ms - timing.optimizer_ms + optimizer_ms, total + optimizer_ms, cost)
+
+
+def _carry(cost: Cost, after: int) -> Task:
+    return Task(cost.ms, after, cost.contention)
+
+
+def _sum(costs: Sequence[Cost]) -> Cost:
+    """Of which the longest one names the link."""
+    whole = Cost()
+    for cost in costs:
+        whole = whole.and_then(cost)
+    return replace(whole, link=max(costs, key=lambda cost: cost.ms).link) if costs else whole
+
+
+STEPS: dict[str, Callable[[Work, Timing, Fabric, int], Step]] = {"ddp": ddp, "fsdp": fsdp, "hybrid": hybrid, "local": local}
+
+
+def predict(work: Work, fabric: Fabric, strategy: str, devices: int, scaling: str = "weak") -> ScalePoint:
+    """One point. A single device makes the step that was measured, whatever the strategy."""
+    alone_ms = work.timing.step_ms
+    share = 1.0 / devices if scaling == "strong" else 1.0
+    timing = at_batch(work, share)
+    point = ScalePoint(strategy, devices, timing.samples)
+    if timing.samples is not None and timing.samples < 1:
+        point.why_not = f"{work.timing.samples:,.0f} samples a step are not enough for {devices:,} devices"
+        return point
+    per_node, nodes = fabric.shape(devices)
+    if strategy == "hybrid" and per_node * nodes != devices:
+        point.why_not = f"{devices:,} devices do not fill nodes of {per_node}, so the shards of one have no counterpart in the others"
+        return point
+    step = STEPS[strategy](work, timing, fabric, devices) if devices > 1 else Step(alone_ms, alone_ms, Cost())
+    overhead_ms = work.overhead * step.compute_ms if devices > 1 else 0.0
+    point.step_ms, point.compute_ms, point.overhead_ms = step.total_ms + overhead_ms, step.compute_ms, overhead_ms
+    point.communication_ms, point.wire_bytes, point.collective = step.cost.ms, step.cost.wire_bytes, step.cost.how
+    point.exposed_ms = max(0.0, step.total_ms - step.compute_ms)
+    point.efficiency = alone_ms * share / point.step_ms if point.step_ms > 0 else None
+    point.bound = _bound(work, point, step, alone_ms * share)
+    return point
+
+
+def _bound(work: Work, point: ScalePoint, step: Step, ideal_ms: float) -> str:
+    """What keeps the step from being shorter, in a sentence."""
+    if point.devices == 1:
+        return "computing: there is nobody to wait for"
+    exposed, overhead, computing = point.exposed_ms or 0.0, point.overhead_ms or 0.0, step.compute_ms - ideal_ms
+    hidden = f"{_share(step.cost.ms - exposed, step.cost.ms)} of the communication hides behind computing" if step.cost.ms > 0 else "nothing is communicated"
+    losses = {"exposed": exposed, "overhead": overhead, "batch": computing}
+    worst = max(losses, key=lambda name: losses[name])
+    if (point.efficiency or 0.0) >= WELL or losses[worst] <= 0:
+        return f"computing: {hidden}"
+    if worst == "batch":
+        size = f"{point.samples:,.3g} samples" if point.samples is not None else f"a {point.devices:,}th of the batch"
+        return f"a small batch: what a step costs however small it is makes {_share(computing, point.step_ms)} of it, at {size} a device"
+    if worst == "overhead":
+        return f"neighbours: they cost {work.overhead:.1%} of computing; {hidden}"
+    waits = f"{_share(exposed, point.step_ms)} of the step waits for communication"
+    if step.cost.latency_ms > step.cost.ms / 2:
+        return f"latency: {waits}, most of which is hops and not bytes ({step.cost.how})"
+    sent = (point.wire_bytes or 0.0) / 1e6
+    return f"bandwidth of {step.cost.link}: {waits}, {sent:,.{0 if sent >= 10 else 2}f} MB from each device"
+
+
+def _share(part: float, whole: float | None) -> str:
+    return f"{part / whole:.0%}" if whole else "nothing"

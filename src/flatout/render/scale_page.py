@@ -1,0 +1,152 @@
+"""Predictions for many devices as one page, as a table and in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+from rich.table import Table
+
+from flatout.plan.scale import Link, ScalePoint, ScaleRecord
+from flatout.render import wording
+from flatout.render.page import environment
+from flatout.render.pictures import PLOT_HEIGHT
+from flatout.render.svg import UNITS, Scale, axis_below, axis_beside, element, percent, picture, round_ticks, stretched, title
+
+NAMES = {"ddp": "DDP", "fsdp": "FSDP", "hybrid": "Hybrid", "local": "Local SGD"}
+COLUMNS = ("", "devices", "step", "waiting", "each sends", "efficiency", "what bounds it")
+TICKS = 9  # numbers of devices that are written below the picture
+
+
+def strategies(record: ScaleRecord) -> list[str]:
+    return list(dict.fromkeys(point.strategy for point in record.points))
+
+
+def name_of(record: ScaleRecord, strategy: str) -> str:
+    return f"{NAMES.get(strategy, strategy)}, H = {record.local_steps}" if strategy == "local" else NAMES.get(strategy, strategy)
+
+
+def headline(record: ScaleRecord) -> str:
+    """The most devices there are, and the strategy that does best there; the one that changes what is learned does not compete."""
+    there = [point for point in record.points if point.efficiency is not None and (point.strategy != "local" or len(strategies(record)) == 1)]
+    if not there:
+        return "Nothing can be foretold"
+    most = max(point.devices for point in there)
+    best = max((point for point in there if point.devices == most), key=lambda point: point.efficiency or 0.0)
+    return f"{name_of(record, best.strategy)} on {wording.several(most, 'device')}: {100 * (best.efficiency or 0.0):.0f}\u00a0% efficient"
+
+
+def because(record: ScaleRecord) -> str:
+    timing = record.timing
+    alone = f"one device needs {wording.milliseconds(timing.step_ms)} for a step" if timing else ""
+    batch = f" of {wording.figure(timing.samples)} samples" if timing and timing.samples else ""
+    kind = "Each device keeps this batch" if record.scaling == "weak" else "This batch is divided among the devices"
+    return wording.sentence(f"Foretold, not measured: {alone}{batch}. {kind}. Network: {network(record)}")
+
+
+def network(record: ScaleRecord) -> str:
+    if record.network is None:
+        return wording.NOTHING
+    nodes = f", {record.node} devices a node joined by {spelled(record.inside)}" if record.inside is not None else ""
+    return f"{spelled(record.network)}{nodes}"
+
+
+def spelled(link: Link) -> str:
+    cards = "" if link.inside or not link.cards else f", {wording.several(link.cards, 'card')} a node"
+    return f"{wording.one_line(link.name, 60)} ({wording.figure(link.bandwidth_bytes_per_s / 1e9)} GB/s, {wording.figure(link.latency_us)} us{cards})"
+
+
+def share(value: float | None) -> str:
+    number = wording.drawable(value)
+    return wording.NOTHING if number is None else f"{100 * number:.1f} %"
+
+
+def rows(record: ScaleRecord) -> list[tuple[str, ...]]:
+    """One for each point, in the order of ``COLUMNS``; of a sentence the words before its colon, ``sentences`` have the rest."""
+    found: list[tuple[str, ...]] = []
+    for strategy in strategies(record):
+        for at, point in enumerate(record.line(strategy)):
+            name = name_of(record, strategy) if at == 0 else ""
+            figures = ("",) * 4 if point.why_not else (wording.milliseconds(point.step_ms), wording.milliseconds(point.exposed_ms), sent(point.wire_bytes),
+                                                       share(point.efficiency))
+            found.append((name, wording.count(point.devices), *figures, wording.one_line(point.why_not or point.bound.partition(": ")[0], 80)))
+    return found
+
+
+def groups(record: ScaleRecord) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """The rows of each strategy, under its name."""
+    found: list[tuple[str, list[tuple[str, ...]]]] = []
+    for row in rows(record):
+        if row[0]:
+            found.append((row[0], []))
+        found[-1][1].append(row)
+    return found
+
+
+def sentences(record: ScaleRecord) -> list[str]:
+    """What bounds each strategy where there are most devices."""
+    found = []
+    for strategy in strategies(record):
+        there = [point for point in record.line(strategy) if point.bound]
+        if there:
+            found.append(wording.sentence(f"{name_of(record, strategy)} on {wording.several(there[-1].devices, 'device')}: {there[-1].bound}"))
+    return found
+
+
+def sent(wire_bytes: float | None) -> str:
+    number = wording.drawable(wire_bytes)
+    return wording.NOTHING if number is None else f"{wording.figure(number / 1e6)} MB"
+
+
+def scale_table(record: ScaleRecord) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("", COLUMNS[-1]) else "right", no_wrap=name != COLUMNS[-1])
+    for row in rows(record):
+        table.add_row(*row)
+    return table
+
+
+def scale_html(record: ScaleRecord) -> str:
+    return environment("report.css", "profile.css").get_template("scale.html.j2").render(
+        headline=headline(record), because=because(record), command=wording.shell(record.command), plot=plot(record), columns=COLUMNS,
+        names=[name_of(record, strategy) for strategy in strategies(record)], groups=groups(record), sentences=sentences(record),
+        notes=[wording.sentence(note) for note in record.notes[:20]],
+        scaling=record.scaling, dateline=[part for part in (wording.day(record.created), wording.one_line(record.measured, 200)) if part],
+        version=wording.one_line(record.flatout, 40))
+
+
+def plot(record: ScaleRecord) -> tuple[Markup, Markup, Markup] | None:
+    """Efficiency against devices, one line a strategy: the scale of efficiencies, the plot, the scale below. None where there is nothing to draw."""
+    curves = [(strategy, [(point, value) for point in record.line(strategy) if (value := wording.drawable(point.efficiency)) is not None])
+              for strategy in strategies(record)]
+    drawn = [(point, value) for _, curve in curves for point, value in curve]
+    counts = sorted({point.devices for point, _ in drawn})
+    if not counts:
+        return None
+    x = Scale(counts[0] / 1.05, counts[-1] * 1.05, logarithmic=True)
+    y = Scale(0.0, 1.04 * max(1.0, *(value for _, value in drawn)))
+    levels = round_ticks(0.0, 1.0)
+    every = -(-len(counts) // TICKS)
+    marked = [count for at, count in enumerate(counts) if (len(counts) - 1 - at) % every == 0]
+    shapes = [element("line", x1=percent(x(count)), x2=percent(x(count)), y1="0%", y2="100%", class_="grid") for count in marked]
+    shapes += [element("line", x1="0%", x2="100%", y1=percent(1 - y(t)), y2=percent(1 - y(t)), class_="grid") for t in levels]
+    for at, (strategy, curve) in enumerate(curves):
+        if len(curve) > 1:
+            shapes.append(_line([(point.devices, value) for point, value in curve], x, y, f"curve series-{at}"))
+        shapes += [_dot(record, strategy, point, value, x, y) for point, value in curve]
+    label = "Efficiency against the number of devices: " + "; ".join(
+        f"{name_of(record, strategy)} {share(curve[0][1])} on {curve[0][0].devices:,} and {share(curve[-1][1])} on {curve[-1][0].devices:,}"
+        for strategy, curve in curves if curve)
+    return (axis_beside(y, [(t, f"{100 * t:.0f} %") for t in levels], PLOT_HEIGHT), picture(label, PLOT_HEIGHT, shapes, "picture plot"),
+            axis_below(x, [(count, f"{count:,}") for count in marked]))
+
+
+def _dot(record: ScaleRecord, strategy: str, point: ScalePoint, value: float, x: Scale, y: Scale) -> Markup:
+    said = title(f"{name_of(record, strategy)}, {point.devices:,} devices: {share(value)}, {wording.milliseconds(point.step_ms)} a step; {point.bound}")
+    return element("circle", said, cx=percent(x(point.devices)), cy=percent(1 - y(value)), r=4, class_="dot")
+
+
+def _line(points: Sequence[tuple[float, float]], x: Scale, y: Scale, kind: str) -> Markup:
+    path = "M" + " L".join(f"{UNITS * x(at):.1f} {UNITS * (1 - y(value)):.1f}" for at, value in points)
+    return stretched([element("path", d=path, class_=kind)])

@@ -1,0 +1,220 @@
+"""The model behind `flatout scale`: laws that hold whatever the program and the links, closed forms, and published runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from flatout.measure.links import Fabric, all_gather, all_reduce, hierarchical, reduce_scatter
+from flatout.measure.overlap import Task, finish_ms
+from flatout.measure.scaling import BUCKET_BYTES, FIRST_BUCKET_BYTES, Work, at_batch, buckets, evenly, predict, scaled
+from flatout.plan.errors import UsageError
+from flatout.plan.scale import NETWORKS, STRATEGIES, Link, ScaleRecord, Timing, read_devices, read_link
+from flatout.render.scale_page import headline, plot, rows, scale_html
+
+MIB = 1 << 20
+MS = st.floats(0.01, 1e4)
+TIMINGS = st.builds(Timing, MS, MS, MS, st.floats(0, 1e3), st.floats(1, 1e4), st.integers(1, 4))
+TENSORS = st.lists(st.floats(1, 3e8), min_size=1, max_size=40).map(tuple)
+WORKS = st.builds(lambda timing, tensors, steps, overlap: Work(timing, tensors, sum(tensors), local_steps=steps, overlap=overlap), TIMINGS, TENSORS,
+                  st.integers(1, 64), st.booleans())
+LINKS = st.builds(Link, st.just("a link"), st.floats(1e7, 1e12), st.floats(0, 100), st.floats(0, 100), st.integers(0, 8), st.floats(0, 1))
+FABRICS = st.one_of(st.builds(Fabric, LINKS), st.builds(Fabric, LINKS, LINKS, st.sampled_from([1, 2, 3, 4, 8])),
+                    st.builds(lambda link: Fabric(replace(link, inside=True)), LINKS))
+DEVICES = st.one_of(st.integers(2, 600), st.sampled_from([2, 6, 8, 24, 48, 512]))
+ALL = st.sampled_from(STRATEGIES)
+
+
+def near(a, b):
+    return a == pytest.approx(b, rel=1e-9, abs=1e-9)
+
+
+@given(WORKS, FABRICS, ALL, DEVICES, st.floats(1, 1000))
+def test_more_bandwidth_is_never_slower(work, fabric, way, devices, factor):
+    def wider(link):
+        return replace(link, bandwidth_bytes_per_s=factor * link.bandwidth_bytes_per_s) if link is not None else None
+
+    wide = replace(fabric, between=wider(fabric.between), inside=wider(fabric.inside))
+    before, after = predict(work, fabric, way, devices), predict(work, wide, way, devices)
+    assume(not before.why_not)
+    assert after.step_ms <= before.step_ms * (1 + 1e-9)
+
+
+@given(WORKS, FABRICS, ALL, DEVICES)
+def test_no_more_waits_than_is_communicated(work, fabric, way, devices):
+    point = predict(work, fabric, way, devices)
+    assume(not point.why_not)
+    assert 0 <= point.exposed_ms <= point.communication_ms * (1 + 1e-9) + 1e-9
+    assert near(point.step_ms, point.compute_ms + point.exposed_ms)
+    if way != "local" and not (way == "ddp" and work.overlap):
+        assert point.exposed_ms > 0
+
+
+@given(WORKS, ALL, DEVICES)
+def test_without_a_wire_nothing_is_lost(work, way, devices):
+    point = predict(work, Fabric(Link("ideal", float("inf"), 0.0)), way, devices)
+    assert near(point.exposed_ms, 0)
+    assert near(point.efficiency, 1) if way in ("ddp", "local") else point.efficiency >= 1 - 1e-9  # a sharded optimizer has less to do
+
+
+@given(WORKS, FABRICS, ALL, st.sampled_from(["weak", "strong"]), st.floats(0, 1))
+def test_one_device_makes_the_measured_step(work, fabric, way, scaling, overhead):
+    point = predict(replace(work, overhead=overhead), fabric, way, 1, scaling)
+    assert (point.step_ms, point.efficiency, point.wire_bytes) == (work.timing.step_ms, 1.0, 0.0)
+
+
+@given(WORKS, FABRICS, DEVICES, st.floats(0, 1))
+def test_overhead_costs_its_share(work, fabric, devices, overhead):
+    plain, costly = predict(work, fabric, "ddp", devices), predict(replace(work, overhead=overhead), fabric, "ddp", devices)
+    assert near(costly.step_ms, plain.step_ms + overhead * work.timing.step_ms)
+    assert costly.efficiency <= 1 + 1e-9
+
+
+@given(FABRICS, DEVICES, st.floats(1, 1e10))
+def test_bytes_on_the_wire_are_the_closed_form(fabric, devices, size):
+    assert near(all_reduce(fabric, devices, size).wire_bytes, 2 * (devices - 1) / devices * size)
+    for half in (reduce_scatter, all_gather):
+        assert near(half(fabric, devices, size).wire_bytes, (devices - 1) / devices * size)
+    per_node, nodes = fabric.shape(devices)
+    if per_node * nodes == devices:
+        assert near(hierarchical(fabric, devices, size).wire_bytes, 2 * (devices - 1) / devices * size)
+
+
+@given(WORKS, FABRICS, DEVICES)
+def test_bytes_of_each_strategy(work, fabric, devices):
+    share, whole = (devices - 1) / devices, sum(work.tensors)
+    assert near(predict(work, fabric, "ddp", devices).wire_bytes, 2 * share * whole)
+    assert near(predict(work, fabric, "fsdp", devices).wire_bytes, share * (2 * work.parameter_bytes + whole) * work.timing.passes)
+    assert near(predict(work, fabric, "local", devices).wire_bytes, 2 * share * work.parameter_bytes / work.local_steps)
+
+
+def test_an_all_reduce_by_hand():
+    # 8 devices in one machine, 120 GB/s, 3.4 us a hop and 8.4 before the first: 14 hops, 7/4 of 96 MB.
+    cost = all_reduce(Fabric(NETWORKS["nvlink2"]), 8, 96e6)
+    assert cost.ms == pytest.approx((8.4 + 14 * 3.4) / 1e3 + 1e3 * 1.75 * 96e6 / 120e9)
+    # Two nodes of 8: the cards of a node are wider together than NVLink. One card is the narrow place, and what is added up in the node first need not pass it.
+    assert all_reduce(Fabric(NETWORKS["ib-hdr"], NETWORKS["nvlink2"], 8), 16, 1e9).link == "nvlink2"
+    one_card = all_reduce(Fabric(read_link("ib-hdr,cards=1"), NETWORKS["nvlink2"], 8), 16, 1e9)
+    assert one_card.link == "ib-hdr,cards=1"
+    assert one_card.ms == pytest.approx(1e3 * (2 * 7 / 8 * 1e9 / 120e9 + 1e9 / 24e9), rel=0.01)
+    # However slow the way between the nodes, a byte keeps a device busy for as long as NVLink needs for it.
+    far = all_reduce(Fabric(NETWORKS["ib-hdr"], NETWORKS["nvlink4"], 8), 16, 1e9)
+    assert (far.how, far.link, far.busy_ms) == ("ring", "ib-hdr", pytest.approx(1e3 * 1.875e9 / NETWORKS["nvlink4"].bandwidth_bytes_per_s))
+    # A byte of many devices far apart costs hops, and a tree has fewer of them.
+    assert all_reduce(Fabric(NETWORKS["ethernet-10g"]), 512, 1e3).how == "tree"
+    assert all_reduce(Fabric(NETWORKS["ethernet-10g"]), 512, 1e9).how == "ring"
+
+
+@pytest.mark.parametrize(("contention", "total"), [(0.0, 10.0), (0.5, 12.0), (1.0, 14.0)])
+def test_two_queues(contention, total):
+    assert finish_ms([Task(10.0)], [Task(4.0, contention=contention)]) == pytest.approx(total)
+    assert finish_ms([Task(6.0), Task(4.0, after=1)], [Task(4.0, after=1, contention=contention)]) == pytest.approx(14.0)  # one after the other
+
+
+def test_queues_that_wait_for_each_other_are_refused():
+    with pytest.raises(ValueError, match="wait for each other"):
+        finish_ms([Task(1.0, after=1)], [Task(1.0, after=1)])
+
+
+@given(TENSORS)
+def test_buckets_are_those_of_ddp(tensors):
+    found = buckets(tensors)
+    assert near(sum(found), sum(tensors))
+    assert all(size >= limit for size, limit in zip(found[:-1], [FIRST_BUCKET_BYTES] + [BUCKET_BYTES] * len(found), strict=False))
+    assert near(sum(evenly(sum(tensors))), sum(tensors))
+
+
+def test_the_last_bucket_waits():
+    # Of 36 MiB, 1 leaves early; 25 are ready at 26/36 of backward, and the last 10 must wait for them.
+    work = Work(Timing(10, 20, 5), (float(MIB), 25.0 * MIB, 10.0 * MIB), 36.0 * MIB)
+    fabric = Fabric(Link("slow", 1e9, 0.0))
+    middle_ms, last_ms = (all_reduce(fabric, 4, size * MIB).ms for size in (25, 10))
+    assert predict(work, fabric, "ddp", 4).exposed_ms == pytest.approx(20 * 26 / 36 + middle_ms + last_ms - 20)
+    assert predict(replace(work, overlap=False), fabric, "ddp", 4).exposed_ms == pytest.approx(all_reduce(fabric, 4, 36 * MIB).ms)
+
+
+@given(TIMINGS, st.floats(0, 1), st.floats(0.05, 0.9))
+def test_a_second_batch_is_met_and_continued(timing, fixed, share):
+    def at(part):
+        return replace(timing, samples=timing.samples * part,
+                       **{name: getattr(timing, name) * (fixed + (1 - fixed) * part) for name in ("forward_ms", "backward_ms", "host_ms")})
+
+    for part in (share, share / 3):
+        for work in (Work(timing, (1.0,), 1.0, second=at(share)), Work(timing, (1.0,), 1.0, fixed_share=fixed)):
+            found, expected = at_batch(work, part), at(part)
+            assert all(getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-6, abs=1e-6) for name in ("forward_ms", "backward_ms", "host_ms"))
+
+
+@given(WORKS, DEVICES)
+def test_strong_scaling_divides_the_batch(work, devices):
+    point = predict(replace(work, fixed_share=0.0), Fabric(Link("ideal", float("inf"), 0.0)), "ddp", devices, "strong")
+    if work.timing.samples < devices:
+        assert "not enough" in point.why_not
+        return
+    assert point.efficiency <= 1 + 1e-9  # the optimizer's work stays
+    assert near(point.step_ms, (work.timing.step_ms - work.timing.optimizer_ms) / devices + work.timing.optimizer_ms)
+
+
+def test_a_faster_device_leaves_the_host():
+    assert scaled(Timing(60, 120, 6, host_ms=7), 60) == Timing(1, 2, 0.1, host_ms=7)
+
+
+@given(st.floats(0.001, 9999).map(lambda value: f"{value:.3f}"), st.sampled_from("KMGT"))
+def test_bits_and_bytes_are_told_apart(number, power):
+    assume(float(number) > 0)
+    bits, whole = (read_link(f"bandwidth={number}{power}{unit}/s,latency=5us") for unit in "bB")
+    assert near(8 * bits.bandwidth_bytes_per_s, whole.bandwidth_bytes_per_s)
+    assert whole.latency_us == 5.0
+
+
+@pytest.mark.parametrize("text", ["", "ib", "latency=5us", "bandwidth=100", "bandwidth=-1GB/s", "bandwidth=1GB/s,latency=5", "ib-ndr,cards=-1", "ib-ndr,what=1",
+                                  "bandwidth=1GB/s,contention=2", "bandwidth=1.2.3GB/s"])
+def test_a_network_that_is_none_is_refused(text):
+    with pytest.raises(UsageError, match="--network"):
+        read_link(text)
+
+
+def test_networks_and_devices_by_name():
+    assert read_link("ib-ndr,cards=4").cards == 4
+    assert read_link("bandwidth=100Gb/s,latency=5us").bandwidth_bytes_per_s == read_link("bandwidth=12.5GB/s,latency=0.005ms").bandwidth_bytes_per_s == 12.5e9
+    assert read_devices("8..1024") == [8, 16, 32, 64, 128, 256, 512, 1024]
+    assert read_devices("3,1,2,2") == [1, 2, 3]
+    for text in ("", "0", "8..4", "x", "1..", "99999999"):
+        with pytest.raises(UsageError, match="--gpus"):
+            read_devices(text)
+
+
+@given(WORKS, FABRICS, st.lists(st.integers(1, 2000), min_size=1, max_size=6, unique=True).map(sorted), st.sampled_from(["weak", "strong"]))
+def test_a_record_is_written_read_and_drawn(work, fabric, counts, scaling):
+    record = ScaleRecord(["python", "<b>.py"], "/", scaling=scaling, network=replace(fabric.between, name="<i>"), inside=fabric.inside, node=fabric.node,
+                         timing=work.timing, second=work.timing, notes=["<script>"], status="done")
+    record.points = [predict(work, fabric, way, count, scaling) for way in STRATEGIES for count in counts]
+    assert ScaleRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
+    page = scale_html(record)
+    assert "</html>" in page
+    assert not any(tag in page for tag in ("<b>", "<i>", "<script>"))
+    assert len(rows(record)) == 4 * len(counts)
+    assert (plot(record) is None) == all(point.efficiency is None for point in record.points)
+    assert all((point.efficiency is None) == bool(point.why_not) for point in record.points)
+    assert headline(record)
+
+
+def test_published_runs_are_foretold(monkeypatch):
+    """bench/scaling.py shows them one by one, and what falls short."""
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent.parent.parent / "bench"), *sys.path])
+    from published_runs import RUNS, SETS_CONTENTION, SETS_OVERHEAD
+
+    from flatout.cli.scale import OVERHEAD
+
+    errors = {run: run.predicted(OVERHEAD) - run.efficiency for run in RUNS}
+    assert all(abs(errors[run]) < 0.015 for run in (SETS_OVERHEAD, SETS_CONTENTION))
+    counted = [error for run, error in errors.items() if run.counted]
+    assert len(counted) == 28
+    assert max(map(abs, counted)) < 0.12
+    assert sum(abs(error) > 0.10 for error in counted) <= 3
