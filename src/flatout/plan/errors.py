@@ -8,7 +8,8 @@
     ├── NothingMeasured       the program ran, but no training step could be measured    exit 3
     ├── TrialFailed           a trial died, hung or lost its program                     exit 3
     ├── LoopError             a Loop cannot train as it is asked to, or without a mistake exit 1
-    └── StorageError          a folder or a disk refuses to be written                   exit 4
+    ├── StorageError          a folder or a disk refuses to be written                   exit 4
+    └── NodesApart            the machines of a job do not find or have lost each other  exit 5
 """
 
 from __future__ import annotations
@@ -54,3 +55,7 @@ class LoopError(FlatoutError):
 
 class StorageError(FlatoutError):
     exit_code = 4
+
+
+class NodesApart(FlatoutError):
+    exit_code = 5
