@@ -14,9 +14,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from flatout.launch.beats import LOST_S, Beats
 from flatout.launch.elastic import asked_of_agent, end_descendants, for_ranks, own_address, torchrun_words
 from flatout.launch.nodes import Endpoint, Nodes
-from flatout.launch.rendezvous import LOST_S, claimed, register, served, wait_for, watch
+from flatout.launch.rendezvous import Rounds, claimed, client, register, served, wait_for
 from flatout.plan.errors import FlatoutError, NodesApart, ProgramFailed
 
 LINES = 30  # of the output of a rank that nobody saw
@@ -47,15 +48,20 @@ def _run(nodes: Nodes, divided: bool, command: list[str]) -> int:
         os.environ["FLATOUT_DIVIDED"] = "gpus" if nodes.gpus else "procs"
     import torch
 
-    store = served(torch, listening) if listening else None
-    if store is None:
-        watch(at, lambda: _give_up(at))
-    register(torch, own)
+    store = served(torch, listening) if listening else client(torch, at)
+    beats: list[Beats] = []
+
+    def begin(rounds: Rounds) -> None:
+        beats.append(Beats(store, rounds, at, listening is not None, _end_round, lambda: _give_up(at)))
+        beats[0].start()
+
+    register(torch, own, begin)
     try:
         _launch(torchrun_words(nodes, at, own, command), at)
     except ProgramFailed as error:
         _say(_with_output(error, folder))
         return error.exit_code
+    beats[0].finish()
     shutil.rmtree(folder, ignore_errors=True)
     return 0
 
@@ -102,8 +108,15 @@ def _with_output(error: ProgramFailed, folder: Path) -> str:
     return "\n".join([f"{error}. The end of what it said ({folder / f'rank{number}.log'}):", *lines[-LINES:]])
 
 
+def _end_round(node: str) -> None:
+    """In the beating thread, when a node of the round has fallen silent: the ranks here would wait for it inside a collective."""
+    _say(f"the node {node} has not been heard of for {LOST_S:.0f} s: it is cut off, or gone. The ranks of this node are ended, to begin again with the nodes "
+         "that are there, where --restarts and --nodes allow it")
+    end_descendants(GRACE_S)
+
+
 def _give_up(at: Endpoint) -> None:
-    """In the watching thread, when this node is cut off: the agent's own thread may wait in a store operation for a quarter of an hour."""
+    """In the beating thread, when this node is cut off: the agent's own thread may wait in a store operation for a quarter of an hour."""
     _say(f"no answer from the rendezvous at {at} for {LOST_S:.0f} s: this node is cut off, or the one that serves it is gone. Its ranks are ended; start all "
          "nodes again when the network is back, the program goes on from its last save")
     end_descendants(GRACE_S)

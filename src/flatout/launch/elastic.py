@@ -98,12 +98,11 @@ def for_ranks(nodes: Nodes, own: str, environment: Mapping[str, str]) -> dict[st
 
 
 def end_descendants(grace_s: float) -> None:
-    """SIGTERM to every process that this one has started, directly or not, and SIGKILL to what is left after the grace."""
-    ranks = psutil.Process().children(recursive=True)
+    """SIGTERM to every process that this one has started, directly or not, and SIGKILL to what is left of them after the grace."""
+    ranks = psutil.Process().children(recursive=True)  # looked up once: what begins meanwhile belongs to the next round
     for rank in ranks:
         _signal(rank, signal.SIGTERM)
-    psutil.wait_procs(ranks, grace_s)
-    for rank in {*ranks, *psutil.Process().children(recursive=True)}:
+    for rank in psutil.wait_procs(ranks, grace_s)[1]:
         _signal(rank, signal.SIGKILL)
 
 

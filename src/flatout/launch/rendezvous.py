@@ -24,7 +24,6 @@ from flatout.launch.nodes import Endpoint
 from flatout.plan.errors import NodesApart, UsageError
 
 ANSWER_S = 5.0  # for a connection to the rendezvous
-LOST_S = 30.0  # without one, after which a node gives up: six times the cut of five seconds that a training must survive
 
 
 def claimed(where: Endpoint, node_rank: int | None, several: bool, wait: Callable[[float], Any] | None = None) -> socket.socket | None:
@@ -101,50 +100,52 @@ def wait_for(where: Endpoint) -> None:
                      f"between: nc -zv {where.host} {where.port}")
 
 
-def watch(where: Endpoint, lost: Callable[[], None]) -> threading.Thread:
-    """Call ``lost`` once the rendezvous has not answered for LOST_S. An agent that is cut off waits inside a store operation, where torch hears of nothing."""
-
-    def look() -> None:
-        pause, silent_s = threading.Event(), 0.0
-        while silent_s < LOST_S:
-            pause.wait(ANSWER_S)
-            silent_s = 0.0 if reachable(where) else silent_s + 2 * ANSWER_S
-        lost()
-
-    thread = threading.Thread(target=look, name="flatout-rendezvous-watch", daemon=True)
-    thread.start()
-    return thread
-
-
 class Rounds:
-    """torch's rendezvous handler, whose rounds have a store each. ``address`` is where this node serves one when it is the first."""
+    """torch's rendezvous handler, whose rounds have a store each. ``address`` is where this node serves one when it is the first.
+
+    ``others`` are the other nodes of the round that runs, none between rounds; ``number`` counts the rounds of this node.
+    """
 
     use_agent_store = True  # what the agent then tells its ranks: MASTER_ADDR and MASTER_PORT are a store that is served
 
     def __init__(self, torch: Any, inner: Any, address: str) -> None:
         self._torch, self._inner, self._address = torch, inner, address
         self._store: Any = None
+        self.name = f"{address} (process {os.getpid()})"
+        self.others: list[str] = []
+        self.number = 0
 
     def next_rendezvous(self) -> Any:
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
-        before = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # read at this call, and by nothing else: torch then keeps no store of its own
-        try:
-            info = self._inner.next_rendezvous()
-        finally:
-            del os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
-            if before is not None:
-                os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = before
+        self.others = []
+        info = self._next()
         self._store = None  # of the last round, whose ranks this agent has ended
+        # The agents' store of a round is empty at first: torch puts the number of the round before its keys.
+        info.store.set(f"flatout/node/{info.rank}", self.name)
         if info.rank == 0:
             listening = claimed(Endpoint(self._address, 0), 0, several=False)
             assert listening is not None  # port 0 is never in use
             port = listening.getsockname()[1]
             self._store = served(self._torch, listening)
-            info.store.set("flatout/meeting", f"{port} {self._address}")  # this store is the round's own, by torch's prefix
+            info.store.set("flatout/meeting", f"{port} {self._address}")
         port, address = info.store.get("flatout/meeting").decode().split(" ")
+        names = [info.store.get(f"flatout/node/{rank}").decode() for rank in range(info.world_size)]
+        self.number += 1
+        self.others = [name for name in names if name != self.name]
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
+
+    def _next(self) -> Any:
+        """torch's own next round, without the store that it would keep from the first one: the variable is read at this call, and by nothing else."""
+        variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+        before = os.environ.get(variable)
+        os.environ[variable] = "1"
+        try:
+            return self._inner.next_rendezvous()
+        finally:
+            del os.environ[variable]
+            if before is not None:
+                os.environ[variable] = before
 
     def get_backend(self) -> str:
         return BACKEND
@@ -153,14 +154,21 @@ class Rounds:
         return getattr(self._inner, name)
 
 
-def register(torch: Any, address: str) -> None:
-    """Make torchrun know ``--rdzv-backend flatout``."""
+def register(torch: Any, address: str, made: Callable[[Rounds], None]) -> None:
+    """Make torchrun know ``--rdzv-backend flatout``; ``made`` is given the rounds when the agent begins."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-    def made(parameters: Any) -> Rounds:
+    def make(parameters: Any) -> Rounds:
         backend, store = create_backend(parameters)
-        return Rounds(torch, create_handler(store, backend, parameters), address)
+        rounds = Rounds(torch, create_handler(store, backend, parameters), address)
+        made(rounds)
+        return rounds
 
-    rendezvous_handler_registry.register(BACKEND, made)
+    rendezvous_handler_registry.register(BACKEND, make)
+
+
+def client(torch: Any, where: Endpoint) -> Any:
+    """A connection of its own to the store at ``where``."""
+    return torch.distributed.TCPStore(where.host, where.port, is_master=False, timeout=_span(torch, STORE_S), wait_for_workers=False)
