@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 
 from flatout.launch.beats import LOST_S, Beats
-from flatout.launch.elastic import asked_of_agent, end_descendants, for_ranks, own_address, torchrun_words
+from flatout.launch.elastic import asked_of_agent, end_descendants, end_with_parent, for_ranks, own_address, torchrun_words
 from flatout.launch.nodes import Endpoint, Nodes
-from flatout.launch.rendezvous import Rounds, claimed, client, register, served, wait_for
+from flatout.launch.rendezvous import Rounds, claimed, client, reached_from_elsewhere, register, served, wait_for
 from flatout.plan.errors import FlatoutError, NodesApart, ProgramFailed
 
 LINES = 30  # of the output of a rank that nobody saw
@@ -26,6 +26,8 @@ GRACE_S = 10.0  # for the ranks of a node that is cut off, after SIGTERM
 
 def main() -> int:
     try:
+        if sys.argv[1:2] == ["--serve"]:
+            return _serve(sys.argv[2])
         nodes, divided, command = asked_of_agent(sys.argv[1:])
         return _run(nodes, divided, command)
     except FlatoutError as error:
@@ -63,6 +65,23 @@ def _run(nodes: Nodes, divided: bool, command: list[str]) -> int:
         return error.exit_code
     beats[0].finish()
     shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _serve(host: str) -> int:
+    """A rendezvous and nothing else, for a batch script: prints HOST:PORT, and serves until the script that started it has ended."""
+    end_with_parent()
+    here = reached_from_elsewhere(host)
+    listening = claimed(Endpoint(here, 0), 0, several=True)
+    assert listening is not None  # port 0 is never in use
+    at = Endpoint(here, listening.getsockname()[1])
+    import torch
+
+    store = served(torch, listening)
+    sys.stdout.write(f"{at}\n")
+    sys.stdout.flush()
+    while store is not None:
+        signal.pause()
     return 0
 
 

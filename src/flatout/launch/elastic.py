@@ -7,6 +7,7 @@ program are the same to it.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import signal
@@ -111,3 +112,9 @@ def _signal(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
     except psutil.Error:
         pass
+
+
+def end_with_parent() -> None:
+    """SIGTERM for this process when the one that has started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

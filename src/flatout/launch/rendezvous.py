@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from flatout.launch.elastic import BACKEND, JOIN_S, STORE_S
+from flatout.launch.elastic import BACKEND, JOIN_S, STORE_S, own_address
 from flatout.launch.nodes import Endpoint
 from flatout.plan.errors import NodesApart, UsageError
 
@@ -59,6 +59,14 @@ def _resolved(where: Endpoint, wait: Callable[[float], Any]) -> Any:
             wait(1.0)
     raise UsageError(f"the host {where.host} is not known on this machine: {said}. Check --rendezvous, or give the address: "
                      f"--rendezvous 10.0.0.1:{where.port}.")
+
+
+def reached_from_elsewhere(host: str) -> str:
+    """This host's name, or its address where the name leads back to the machine itself (127.0.1.1 in /etc/hosts)."""
+    place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
+    if not ipaddress.ip_address(str(place).partition("%")[0]).is_loopback or _is_loopback(host):
+        return host
+    return own_address(Endpoint("192.0.2.1", 9))  # TEST-NET-1 is nowhere: the address of the way to everywhere else
 
 
 def _is_loopback(host: str) -> bool:
