@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 
 import psutil
@@ -103,8 +104,21 @@ def end_descendants(grace_s: float) -> None:
     ranks = psutil.Process().children(recursive=True)  # looked up once: what begins meanwhile belongs to the next round
     for rank in ranks:
         _signal(rank, signal.SIGTERM)
-    for rank in psutil.wait_procs(ranks, grace_s)[1]:
+    # Not psutil.wait_procs: it would take the exit codes, and torch's agent then believes that its ranks ended well.
+    pause = threading.Event()
+    for _ in range(round(grace_s / 0.1)):
+        if not any(map(_runs, ranks)):
+            return
+        pause.wait(0.1)
+    for rank in filter(_runs, ranks):
         _signal(rank, signal.SIGKILL)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def _signal(process: psutil.Process, number: int) -> None:
