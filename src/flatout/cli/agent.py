@@ -61,6 +61,8 @@ def _run(nodes: Nodes, divided: bool, command: list[str]) -> int:
     try:
         _launch(torchrun_words(nodes, at, own, command), at)
     except ProgramFailed as error:
+        if beats[0].ended_round:  # by this agent, and nothing of the program's own
+            return NodesApart.exit_code
         _say(_with_output(error, folder))
         return error.exit_code
     beats[0].finish()

@@ -70,6 +70,11 @@ class Beats(threading.Thread):
         key = f"{KEY}{name}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
+    @property
+    def ended_round(self) -> bool:
+        """Whether the round that runs, or has just ended, has lost a node."""
+        return any(number == self._rounds.number for number, _ in self._told)
+
     def finish(self) -> None:
         """Say that this node is done with all its ranks; the one that serves waits for the others first, because its store is theirs, too."""
         if self._serving:
