@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flatout.launch.nodes import Endpoint
-from flatout.launch.rendezvous import ANSWER_S, Rounds, reachable
+from flatout.launch.rendezvous import ANSWER_S, Rounds, answer
 
 LOST_S = 30.0  # of silence: six times the cut of five seconds that a training must survive
 DONE = "done"
@@ -39,23 +39,26 @@ class Beats(threading.Thread):
         number, silent_s = 0, 0.0
         while not self._over.is_set():
             number += 1
+            heard = "yes"
             if self._serving:
                 self._listen()
             else:
-                silent_s = 0.0 if self._beat(number) else silent_s + 2 * ANSWER_S  # an attempt that is not answered takes ANSWER_S, too
+                heard = self._beat(number)
+                silent_s = 0.0 if heard == "yes" else silent_s + ANSWER_S
                 if silent_s >= LOST_S:
                     return self._cut_off()
-            self._over.wait(ANSWER_S)
+            if heard != "silence":  # which has taken as long already
+                self._over.wait(ANSWER_S)
         return None
 
-    def _beat(self, number: int) -> bool:
-        if not reachable(self._at):  # asked of a connection of its own: one that is open hears of a cut after a quarter of an hour
-            return False
-        try:
-            self._store.set(f"{KEY}{self._rounds.name}", str(number))
-        except RuntimeError:  # torch's DistError: the connection is broken
-            return False
-        return True
+    def _beat(self, number: int) -> str:
+        heard = answer(self._at, ANSWER_S)  # asked of a connection of its own: one that is open hears of a cut after a quarter of an hour
+        if heard == "yes":
+            try:
+                self._store.set(f"{KEY}{self._rounds.name}", str(number))
+            except RuntimeError:  # torch's DistError: the connection is broken
+                return "no"
+        return heard
 
     def _listen(self) -> None:
         for name in self._rounds.others:

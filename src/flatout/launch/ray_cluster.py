@@ -21,7 +21,7 @@ from flatout.launch.environment import SITE
 from flatout.launch.nodes import Endpoint
 from flatout.launch.process import die_with_flatout
 from flatout.launch.rendezvous import claimed, served
-from flatout.plan.errors import FlatoutError, NodesApart, ProgramFailed, UsageError
+from flatout.plan.errors import FlatoutError, NodesApart, ProgramFailed, ProgramNotFound, UsageError
 
 PLACE_S = 60.0  # for the cluster to have room; a full one is said to be full
 GRACE_S = 5.0
@@ -72,7 +72,7 @@ class Runner:
         return f"tcp://{at}"
 
     def start(self, what: Work, standing: Mapping[str, str]) -> None:
-        """Raises NodesApart where the program's folder is not on this node, ProgramFailed where its program is not."""
+        """Raises NodesApart where the program's folder is not on this node, ProgramNotFound where its program is not."""
         if not Path(what.folder).is_dir():
             raise NodesApart(f"the folder {what.folder} is not on the node {socket.gethostname()}. Put the program on a file system that all nodes share.")
         before = os.environ.get("PYTHONPATH", "")
@@ -88,7 +88,7 @@ class Runner:
                 self._process = subprocess.Popen(list(what.argv), cwd=what.folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                                                  start_new_session=True, preexec_fn=die_with_flatout)
         except OSError as error:
-            raise ProgramFailed(f"{what.argv[0]} cannot be started on the node {socket.gethostname()}: {error.strerror}.", 127) from None
+            raise ProgramNotFound(f"{what.argv[0]} cannot be started on the node {socket.gethostname()}: {error.strerror}.") from None
 
     def wait(self) -> int:
         """Until the program is over; its exit code, negative for a signal."""
@@ -176,7 +176,7 @@ class _Ranks:
         try:
             ray.get([actor.start.remote(self._what, self._standing(rank, meeting)) for rank, actor in enumerate(self._actors)])
         except FlatoutError as error:
-            raise type(error)(*error.args) from None  # without Ray's own words about where it was raised
+            raise getattr(error, "cause", error) from None  # Ray's error is of the class of its cause, with a page of its own words
         waiting = {actor.wait.remote(): rank for rank, actor in enumerate(self._actors)}
         while waiting:
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=LOOK_S)
@@ -242,6 +242,8 @@ def run_many(address: str, programs: Sequence[Work], gpus: float = 0.0, cpus: fl
         number = waiting.pop(done[0])
         try:
             code, said = ray.get(done[0])
+        except FlatoutError as error:
+            raise getattr(error, "cause", error) from None
         except ray.exceptions.RayError as error:
             code, said = -signal.SIGKILL, _first_line(error)
         yield number, code, said

@@ -89,19 +89,22 @@ def _span(torch: Any, seconds: float) -> Any:
     return span(seconds=seconds)
 
 
-def reachable(where: Endpoint) -> bool:
+def answer(where: Endpoint, patience_s: float = ANSWER_S) -> str:
+    """``yes``; ``no``, at once, where nobody listens or nothing leads there; or ``silence``, after the patience."""
     try:
-        socket.create_connection((where.host, where.port), timeout=ANSWER_S).close()
+        socket.create_connection((where.host, where.port), timeout=patience_s).close()
+    except TimeoutError:
+        return "silence"
     except OSError:
-        return False
-    return True
+        return "no"
+    return "yes"
 
 
 def wait_for(where: Endpoint) -> None:
     """Until somebody serves at ``where``. Raises NodesApart where nobody does."""
     pause = threading.Event()
-    for _ in range(JOIN_S):
-        if reachable(where):
+    for _ in range(JOIN_S // 2):
+        if answer(where, 1.0) == "yes":
             return
         pause.wait(1.0)
     raise NodesApart(f"nobody serves the rendezvous at {where}. Start the node that has this address, with the same --rendezvous, and see that no firewall is "
