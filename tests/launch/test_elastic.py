@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flatout.launch.command import Command
@@ -74,6 +74,7 @@ def test_the_agent_hears_what_was_asked(arguments, gpus, node_rank, divided):
 
 
 @given(words)
+@example(["$$", "${local_rank}", "--", "-m"])
 def test_torchrun_hands_on_every_argument(arguments):
     run = pytest.importorskip("torch.distributed.run")
     from torch.distributed.elastic.utils.api import macros
@@ -90,9 +91,9 @@ def test_who_can_bind_the_address_serves():
         port = taken.getsockname()[1]
         assert claimed(Endpoint("127.0.0.1", port), None, True) is None  # somebody on this machine serves already
         assert claimed(Endpoint("192.0.2.1", port), None, True) is None  # TEST-NET-1: no machine has it
-        assert claimed(Endpoint("127.0.0.1", port), 1, True) is None
         with pytest.raises(UsageError, match="node 0 cannot listen"):
             claimed(Endpoint("192.0.2.1", port), 0, True)
+    assert claimed(Endpoint("127.0.0.1", port), 1, True) is None
     mine = claimed(Endpoint("127.0.0.1", port), None, True)
     assert mine is not None
     assert mine.getsockname() == ("127.0.0.1", port)

@@ -31,6 +31,7 @@ class Pods:
     name: str = "flatout"
     kind: str = "PyTorchJob"
     limits: Mapping[str, str] = field(default_factory=dict)
+    options: Sequence[str] = ()  # of `flatout run`, beside where it runs
     runtime: str = "torch-distributed"  # of a TrainJob: the runtime that Kubeflow Trainer installs
 
 
@@ -51,7 +52,7 @@ def manifest(nodes: Nodes, command: Sequence[str], pods: Pods) -> str:
 
 def _pytorch_job(nodes: Nodes, command: Sequence[str], pods: Pods) -> dict[str, Any]:
     # The operator gives each pod a headless service of the pod's name; worker 0 serves the rendezvous at its own.
-    container = {"name": "pytorch", "image": pods.image, "command": _words(nodes, command, Endpoint(f"{pods.name}-worker-0", PORT)),
+    container = {"name": "pytorch", "image": pods.image, "command": _words(nodes, command, pods, f"{pods.name}-worker-0"),
                  "ports": [{"name": "pytorchjob-port", "containerPort": PORT}], "resources": {"limits": _limits(nodes, pods)},
                  "volumeMounts": [{"name": SHARED_MEMORY["name"], "mountPath": "/dev/shm"}]}
     return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": pods.name},
@@ -63,18 +64,18 @@ def _pytorch_job(nodes: Nodes, command: Sequence[str], pods: Pods) -> dict[str, 
 
 
 def _train_job(nodes: Nodes, command: Sequence[str], pods: Pods) -> dict[str, Any]:
-    trainer = {"image": pods.image, "numNodes": nodes.most, "command": _words(nodes, command, Endpoint(f"{pods.name}-node-0-0.{pods.name}", PORT)),
+    trainer = {"image": pods.image, "numNodes": nodes.most, "command": _words(nodes, command, pods, f"{pods.name}-node-0-0.{pods.name}"),
                "resourcesPerNode": {"limits": _limits(nodes, pods)}}
     return {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": {"name": pods.name},
             "spec": {"runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": pods.runtime}, "trainer": trainer}}
 
 
-def _words(nodes: Nodes, command: Sequence[str], rendezvous: Endpoint) -> list[str]:
+def _words(nodes: Nodes, command: Sequence[str], pods: Pods, host: str) -> list[str]:
     number = nodes.range if nodes.fewest != nodes.most else str(nodes.most)
-    meeting = ["--rendezvous", str(rendezvous)] if nodes.most > 1 else []
+    meeting = ["--rendezvous", str(Endpoint(host, PORT))] if nodes.most > 1 else []
     ranks = ["--gpus" if nodes.gpus else "--procs", str(nodes.procs)]
     ours = ["flatout", "run", "--nodes", number, *meeting, *ranks, *(["--restarts", str(nodes.restarts)] if nodes.restarts else [])]
-    return [word.replace("$", "$$") for word in [*ours, "--", *command]]
+    return [word.replace("$", "$$") for word in [*ours, *pods.options, "--", *command]]
 
 
 def _limits(nodes: Nodes, pods: Pods) -> dict[str, str]:

@@ -66,6 +66,9 @@ def nodes_of(nodes: str | None = None, node_rank: int | None = None, rendezvous:
 
     ``cluster`` is ``--slurm``, ``--ray`` or ``--k8s``, which name the hosts themselves.
     """
+    for option, value in (("--node-rank", node_rank), ("--rendezvous", rendezvous)) if cluster else ():
+        if value is not None:
+            raise UsageError(f"{cluster} knows the hosts itself, so {option} {value} has no meaning with it. Leave it away.")
     if nodes is None:
         for option, value, why in (("--node-rank", node_rank, "says which of several nodes this is"), ("--restarts", restarts, "is what agents of nodes do"),
                                    ("--rendezvous", rendezvous, "is where several nodes meet")):
@@ -81,13 +84,8 @@ def nodes_of(nodes: str | None = None, node_rank: int | None = None, rendezvous:
         raise UsageError(f"{'--gpus' if gpus is not None else '--procs'} {ranks} leaves a node without a rank. Give at least 1.")
     if restarts is not None and restarts < 0:
         raise UsageError(f"--restarts {restarts} is less than none. Give 0 to end at the first failure, or how often to begin again.")
-    if cluster:
-        for option, given in (("--node-rank", node_rank), ("--rendezvous", rendezvous)):
-            if given is not None:
-                raise UsageError(f"{cluster} knows the hosts itself, so {option} {given} has no meaning with it. Leave it away.")
-        where = Endpoint("localhost", 0)
-    elif rendezvous is None:
-        if most > 1:
+    if rendezvous is None:
+        if most > 1 and not cluster:
             raise UsageError(f"--nodes {nodes} need a place to meet. Give the same on every node: --rendezvous HOST:29400, a port that is free on HOST.")
         where = Endpoint("localhost", 0)
     else:

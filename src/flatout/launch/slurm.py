@@ -21,8 +21,11 @@ from flatout.plan.folder import write_whole
 OWN = ("nodes", "ntasks-per-node", "ntasks", "N", "n")  # what the script cannot work with if it says otherwise
 
 
-def batch_script(nodes: Nodes, command: Sequence[str], options: str = "", name: str = "flatout", python: str = sys.executable) -> str:
-    """The text of the script. Raises UsageError for sbatch options that cannot be read, or that contradict --nodes."""
+def batch_script(nodes: Nodes, command: Sequence[str], options: str = "", name: str = "flatout", run: Sequence[str] = (), python: str = sys.executable) -> str:
+    """The text of the script; ``options`` are sbatch's, ``run`` those of `flatout run` beside where it runs.
+
+    Raises UsageError for sbatch options that cannot be read, or that contradict --nodes.
+    """
     return f"""#!/bin/bash
 # Written by flatout. Submit it with: sbatch THIS_FILE
 {_directives(nodes, options, name)}
@@ -35,7 +38,7 @@ read -r rendezvous <&"$serving"
 
 # An agent that has ended does not come back: fewer nodes go on without it where they may, and all end where not.
 exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 {_on_failure(nodes)} \\
-  {_agent(nodes, python)} -- \\
+  {_agent(nodes, run, python)} -- \\
   {shlex.join(command)}
 """
 
@@ -44,11 +47,11 @@ def _on_failure(nodes: Nodes) -> str:
     return "--no-kill --kill-on-bad-exit=0" if nodes.fewest != nodes.most else "--kill-on-bad-exit=1"
 
 
-def _agent(nodes: Nodes, python: str) -> str:
+def _agent(nodes: Nodes, run: Sequence[str], python: str) -> str:
     number = f'{nodes.fewest}:"$SLURM_JOB_NUM_NODES"' if nodes.fewest != nodes.most else str(nodes.most)
     restarts = f" --restarts {nodes.restarts}" if nodes.restarts else ""
     return (f'{shlex.quote(python)} -m flatout run --nodes {number} --rendezvous "$rendezvous" '
-            f"{'--gpus' if nodes.gpus else '--procs'} {nodes.procs}{restarts}")
+            f"{shlex.join(['--gpus' if nodes.gpus else '--procs', str(nodes.procs), *run])}{restarts}")
 
 
 def _directives(nodes: Nodes, options: str, name: str) -> str:
