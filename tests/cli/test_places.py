@@ -31,7 +31,7 @@ def run(procs, gpus, words, **given):
         elif place.cluster:
             raise SystemExit(places.go(place, command, dict(os.environ), ("--plan", "my plan.toml")))
         else:
-            click.echo(repr(asked_of_agent(agent_command(place.nodes, command, True)[3:])))
+            click.echo(repr(asked_of_agent(agent_command(place.nodes, command, True)[4:])))
     except FlatoutError as error:
         click.echo(str(error))
         raise SystemExit(error.exit_code) from None

@@ -69,8 +69,8 @@ def test_what_is_asked():
 def test_the_agent_hears_what_was_asked(arguments, gpus, node_rank, divided):
     nodes = Nodes(1, 2, 3, Endpoint("fe80::1", 29400), node_rank, 4, gpus)
     told = agent_command(nodes, Command((), ("python", *arguments)), divided)
-    assert told[1:3] == ["-m", "flatout.cli.agent"]
-    assert asked_of_agent(told[3:]) == (nodes, divided, ["python", *arguments])
+    assert told[1:4] == ["-P", "-m", "flatout.cli.agent"]
+    assert asked_of_agent(told[4:]) == (nodes, divided, ["python", *arguments])
 
 
 @given(words)
@@ -159,9 +159,16 @@ class Agents:
         self.running.append(subprocess.Popen(argv, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         return self.running[-1]
 
+    def left(self) -> list[int]:
+        """Processes of these programs that live."""
+        return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if str(self.folder).encode() in _read(path)]
+
     def end(self) -> None:
         for agent in self.running:
             agent.kill()
+        for number in self.left():  # an orphan would hold the pipes open
+            os.kill(number, signal.SIGKILL)
+        for agent in self.running:
             agent.communicate()
 
 
@@ -240,7 +247,7 @@ def test_no_rank_outlives_an_agent_that_was_killed(agents, tmp_path):
     until(lambda: len(records(tmp_path)) == 2)
     agent.send_signal(signal.SIGKILL)
     agent.wait()
-    until(lambda: not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(path)], 3)
+    until(lambda: not agents.left(), 3)
 
 
 def _read(path: Path) -> bytes:

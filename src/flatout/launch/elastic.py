@@ -31,7 +31,8 @@ CLOSE_S = 10
 
 def agent_command(nodes: Nodes, command: Command, divided: bool) -> list[str]:
     """What every node executes. ``divided``: flatout makes ranks of a program that knows of none; else the program finds what torchrun sets."""
-    words = [sys.executable, "-m", AGENT, "--nodes", nodes.range, "--procs", str(nodes.procs), "--restarts", str(nodes.restarts)]
+    # -P: the folder that one is in may have a torch.py or click.py of the person's.
+    words = [sys.executable, "-P", "-m", AGENT, "--nodes", nodes.range, "--procs", str(nodes.procs), "--restarts", str(nodes.restarts)]
     words += ["--rendezvous", str(nodes.rendezvous)] if nodes.rendezvous.port else []
     words += ["--node-rank", str(nodes.node_rank)] if nodes.node_rank is not None else []
     words += [*(["--gpus"] if nodes.gpus else []), *(["--divided"] if divided else [])]

@@ -33,7 +33,7 @@ def batch_script(nodes: Nodes, command: Sequence[str], options: str = "", name: 
 set -eu
 # The first node holds the port where all meet, from before the others know it until the job is over.
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-exec {{serving}}< <(exec {shlex.quote(python)} -m flatout.cli.agent --serve "$host")
+exec {{serving}}< <(exec {shlex.quote(python)} -P -m flatout.cli.agent --serve "$host")
 read -r rendezvous <&"$serving"
 
 # An agent that has ended does not come back: fewer nodes go on without it where they may, and all end where not.
@@ -50,7 +50,7 @@ def _on_failure(nodes: Nodes) -> str:
 def _agent(nodes: Nodes, run: Sequence[str], python: str) -> str:
     number = f'{nodes.fewest}:"$SLURM_JOB_NUM_NODES"' if nodes.fewest != nodes.most else str(nodes.most)
     restarts = f" --restarts {nodes.restarts}" if nodes.restarts else ""
-    return (f'{shlex.quote(python)} -m flatout run --nodes {number} --rendezvous "$rendezvous" '
+    return (f'{shlex.quote(python)} -P -m flatout run --nodes {number} --rendezvous "$rendezvous" '
             f"{shlex.join(['--gpus' if nodes.gpus else '--procs', str(nodes.procs), *run])}{restarts}")
 
 
