@@ -52,7 +52,13 @@ def test_a_node_that_falls_silent_is_told_once(job):
     assert job.first.ended_round
 
 
-def test_a_node_that_is_done_is_not_missed_and_the_one_that_serves_waits_for_it(job):
+def test_a_node_that_is_done_is_not_missed(job):
+    assert not told(job, 0.3)
+    job.second.finish()
+    assert not told(job, 1.5)
+
+
+def test_the_one_that_serves_waits_for_the_others(job):
     ending = threading.Thread(target=job.first.finish)
     ending.start()
     ending.join(1.0)

@@ -128,14 +128,16 @@ def test_ranks_are_told_the_interface_and_a_share_of_the_cores_unless_the_person
 PROGRAM = '''\
 import json, os, signal, sys, time
 from pathlib import Path
-seen = {k: v for k, v in os.environ.items() if k.startswith(("FLATOUT_", "TORCHELASTIC_")) or k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR",
-        "MASTER_PORT", "CUDA_VISIBLE_DEVICES")}
+seen = {k: v for k, v in os.environ.items() if k.startswith(("FLATOUT_", "TORCHELASTIC_", "SLURM_", "OMPI_"))
+        or k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")}
 here, rank = Path(sys.argv[1]), seen.get("FLATOUT_RANK", seen.get("RANK"))
 tries = len(list(here.glob(f"rank{rank}.*")))
 (here / f"new{rank}").write_text(json.dumps([seen, sys.argv[2:]]))
 (here / f"new{rank}").rename(here / f"rank{rank}.{tries}")
 print("I am", rank, flush=True)
 if "--fail" in sys.argv and rank == "1" and tries < int(sys.argv[sys.argv.index("--fail") + 1]):
+    while not any(seen["FLATOUT_MEETING"] in path.read_text() for path in here.glob("rank0.*")):  # rank 0 of the same round has written, too
+        time.sleep(0.05)
     raise RuntimeError("rank 1 cannot go on")
 while "--stay" in sys.argv and not (here / "go").exists():
     time.sleep(0.05)
@@ -191,30 +193,36 @@ def until(true, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def test_two_nodes_of_a_divided_program_and_a_failure_that_is_tried_again(agents, tmp_path):
-    """Ranks believe to be alone, meet at one store a round that is not the last round's, and what rank 0 prints is there once."""
-    nodes = Nodes(2, 2, 1, Endpoint("127.0.0.1", free_port()), None, 1, True)
-    agents.environment["CUDA_VISIBLE_DEVICES"] = "5,7"
+def test_a_node_that_joins_later_and_a_failure_that_is_tried_again(agents, tmp_path):
+    """Three rounds: alone, two, two again. Ranks believe to be alone, each round meets at a store of its own, and what rank 0 prints is there once.
+
+    At torch's own store, that of the first round, a node that comes later waits in vain.
+    """
+    nodes = Nodes(1, 2, 1, Endpoint("127.0.0.1", free_port()), None, 1, True)
+    agents.environment |= {"CUDA_VISIBLE_DEVICES": "5,7", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "OMPI_COMM_WORLD_RANK": "1", "SLURM_JOB_ID": "7"}
     odd = ["a b", "$$", "${local_rank}", "--", "'\"", "--fail", "1", "--stay"]
-    started = [agents.start(nodes, *odd), agents.start(nodes, *odd)]
-    until(lambda: {"rank0.1", "rank1.1"} <= set(records(tmp_path)))
+    started = [agents.start(nodes, *odd)]
+    until(lambda: "rank0.0" in records(tmp_path))
+    started.append(agents.start(nodes, *odd))
+    until(lambda: {"rank0.2", "rank1.1"} <= set(records(tmp_path)))
     (tmp_path / "go").touch()
     done = [(agent.communicate(timeout=60), agent.returncode) for agent in started]
     assert [code for _, code in done] == [0, 0], done
     seen = records(tmp_path)
-    assert sorted(seen) == ["rank0.0", "rank0.1", "rank1.0", "rank1.1"]
+    assert sorted(seen) == ["rank0.0", "rank0.1", "rank0.2", "rank1.0", "rank1.1"]
     for name, (environment, arguments) in seen.items():
         assert arguments == odd
-        assert not [key for key in environment if not key.startswith(("FLATOUT_", "CUDA_"))], environment
+        assert not [key for key in environment if not key.startswith(("FLATOUT_", "CUDA_", "SLURM_JOB_"))], environment
         numbers = [environment[f"FLATOUT_{key}"] for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
-        assert numbers == [name[4], "0", "2", "1"]
+        assert numbers == [name[4], "0", "1" if name == "rank0.0" else "2", "1"]
         assert environment["CUDA_VISIBLE_DEVICES"] == "5"
-    meetings = [seen[name][0]["FLATOUT_MEETING"] for name in sorted(seen)]
-    assert meetings[0] == meetings[2]
-    assert meetings[1] == meetings[3] != meetings[0]
-    assert all(meeting.startswith("tcp://127.0.0.1:") for meeting in meetings)
+    meetings = {name: environment["FLATOUT_MEETING"] for name, (environment, _) in seen.items()}
+    assert meetings["rank0.1"] == meetings["rank1.0"]
+    assert meetings["rank0.2"] == meetings["rank1.1"]
+    assert len(set(meetings.values())) == 3
+    assert all(meeting.startswith("tcp://127.0.0.1:") for meeting in meetings.values())
     said = "".join(out for (out, _), _ in done)
-    assert said.count("I am 0") == 2
+    assert said.count("I am 0") == 3
     assert "I am 1" not in said
     assert sum("serves the rendezvous" in err for (_, err), _ in done) == 1
     assert all("no authentication" in err for (_, err), _ in done)
@@ -255,15 +263,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
-
-
-def test_a_node_that_comes_later_joins(agents, tmp_path):
-    """With torch's own store of the first round it would wait for the address of that store in vain."""
-    nodes = Nodes(1, 2, 1, Endpoint("127.0.0.1", free_port()))
-    first = agents.start(nodes, "--stay")
-    until(lambda: "rank0.0" in records(tmp_path))
-    second = agents.start(nodes, "--stay")
-    until(lambda: len(records(tmp_path)) >= 3)
-    assert {environment["FLATOUT_WORLD_SIZE"] for name, (environment, _) in records(tmp_path).items() if name != "rank0.0"} == {"2"}
-    (tmp_path / "go").touch()
-    assert [agent.wait(timeout=60) for agent in (first, second)] == [0, 0]

@@ -88,7 +88,7 @@ def enter(environment: MutableMapping[str, str]) -> Standing | None:
     told = from_torchrun(environment, environment.get("FLATOUT_DIVIDED") == "gpus")
     if told is None:
         return None
-    agent = environment.get("FLATOUT_AGENT")
+    agent = environment.get("FLATOUT_LAUNCHER")
     if agent == str(os.getppid()):
         _end_with(int(agent))
     folder = environment.get("FLATOUT_GANG")

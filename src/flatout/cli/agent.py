@@ -14,8 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from flatout.capture.bootstrap import speaks_first
 from flatout.launch.beats import LOST_S, Beats
-from flatout.launch.elastic import asked_of_agent, end_descendants, end_with_parent, for_ranks, own_address, torchrun_words
+from flatout.launch.elastic import asked_of_agent, end_descendants, end_with_parent, for_ranks, of_other_launchers, own_address, torchrun_words
 from flatout.launch.nodes import Endpoint, Nodes
 from flatout.launch.rendezvous import Rounds, claimed, client, reached_from_elsewhere, register, served, wait_for
 from flatout.plan.errors import FlatoutError, NodesApart, ProgramFailed
@@ -45,9 +46,9 @@ def _run(nodes: Nodes, divided: bool, command: list[str]) -> int:
         wait_for(at)
     own = own_address(at)
     folder = Path(tempfile.mkdtemp(prefix="flatout-node-"))
-    os.environ.update(for_ranks(nodes, own, os.environ) | {"FLATOUT_GANG": str(folder), "FLATOUT_AGENT": str(os.getpid())})
+    os.environ.update(for_ranks(nodes, own, os.environ) | {"FLATOUT_LAUNCHER": str(os.getpid())})
     if divided:
-        os.environ["FLATOUT_DIVIDED"] = "gpus" if nodes.gpus else "procs"
+        _divide(nodes, folder)
     import torch
 
     store = served(torch, listening) if listening else client(torch, at)
@@ -65,9 +66,22 @@ def _run(nodes: Nodes, divided: bool, command: list[str]) -> int:
             return NodesApart.exit_code
         _say(_with_output(error, folder))
         return error.exit_code
+    finally:
+        if "FLATOUT_JOB" in os.environ and beats and not beats[0].rounds.has_rank_0:
+            speaks_first(os.environ["FLATOUT_JOB"])  # what was applied is said on the node of rank 0; this process has no step of its own to speak of
     beats[0].finish()
     shutil.rmtree(folder, ignore_errors=True)
     return 0
+
+
+def _divide(nodes: Nodes, folder: Path) -> None:
+    """The environment from which each process of the program becomes its rank, and learns of no other launcher."""
+    for name in of_other_launchers(os.environ):
+        del os.environ[name]
+    # A rank that fails rings a bell there, which nobody listens to: torch's agent waits for the process's end. Its words are kept beside.
+    (folder / "bell").touch()
+    os.environ.update({"FLATOUT_DIVIDED": "gpus" if nodes.gpus else "procs", "FLATOUT_GANG": str(folder), "FLATOUT_TOLD": str(folder / "told"),
+                       "FLATOUT_FIRST": ""})
 
 
 def _serve(host: str) -> int:

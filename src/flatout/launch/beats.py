@@ -29,7 +29,7 @@ class Beats(threading.Thread):
 
     def __init__(self, store: Any, rounds: Rounds, at: Endpoint, serving: bool, gone: Callable[[str], None], cut_off: Callable[[], None]) -> None:
         super().__init__(name="flatout-beats", daemon=True)
-        self._store, self._rounds, self._at, self._serving = store, rounds, at, serving
+        self._store, self.rounds, self._at, self._serving = store, rounds, at, serving
         self._gone, self._cut_off = gone, cut_off
         self._over = threading.Event()
         self._heard: dict[str, tuple[str, float]] = {}  # by node: its last beat, and for how long it has been that
@@ -55,18 +55,18 @@ class Beats(threading.Thread):
         heard = answer(self._at, ANSWER_S)  # asked of a connection of its own: one that is open hears of a cut after a quarter of an hour
         if heard == "yes":
             try:
-                self._store.set(f"{KEY}{self._rounds.name}", str(number))
+                self._store.set(f"{KEY}{self.rounds.name}", str(number))
             except RuntimeError:  # torch's DistError: the connection is broken
                 return "no"
         return heard
 
     def _listen(self) -> None:
-        for name in self._rounds.others:
+        for name in self.rounds.others:
             beat = self._last(name)
             before, since_s = self._heard.get(name, (beat, -ANSWER_S))
             self._heard[name] = beat, (since_s + ANSWER_S if beat == before and beat != DONE else 0.0)
-            if self._heard[name][1] >= LOST_S and (self._rounds.number, name) not in self._told:
-                self._told.add((self._rounds.number, name))
+            if self._heard[name][1] >= LOST_S and (self.rounds.number, name) not in self._told:
+                self._told.add((self.rounds.number, name))
                 self._gone(name)
 
     def _last(self, name: str) -> str:
@@ -76,16 +76,16 @@ class Beats(threading.Thread):
     @property
     def ended_round(self) -> bool:
         """Whether the round that runs, or has just ended, has lost a node."""
-        return any(number == self._rounds.number for number, _ in self._told)
+        return any(number == self.rounds.number for number, _ in self._told)
 
     def finish(self) -> None:
         """Say that this node is done with all its ranks; the one that serves waits for the others first, because its store is theirs, too."""
         if self._serving:
-            while any(self._last(name) != DONE and self._heard.get(name, ("", 0.0))[1] < LOST_S for name in self._rounds.others):
+            while any(self._last(name) != DONE and self._heard.get(name, ("", 0.0))[1] < LOST_S for name in self.rounds.others):
                 self._over.wait(0.2)
         self._over.set()
         if not self._serving:
             try:
-                self._store.set(f"{KEY}{self._rounds.name}", DONE)
+                self._store.set(f"{KEY}{self.rounds.name}", DONE)
             except RuntimeError:
                 pass

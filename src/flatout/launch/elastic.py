@@ -22,6 +22,11 @@ from flatout.launch.command import Command
 from flatout.launch.nodes import Endpoint, Nodes, endpoint, node_range
 
 AGENT = "flatout.cli.agent"
+# Where a program that divides itself looks for other ranks beside torchrun's variables (Lightning, Accelerate and Transformers read them all): Slurm's steps
+# and MPI's launchers, of which the agent may itself be a part.
+OF_LAUNCHERS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "NODE_RANK", "PMI_RANK", "PMI_SIZE", "PMIX_RANK",
+                "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE")
+FAMILIES = ("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 BACKEND = "flatout"
 JOIN_S = 600  # for all nodes to come, at the start and after a failure: torch's own figure
 LAST_CALL_S = 10  # for more nodes than the fewest; torch waits 30 s, which a job that has lost a node idles away
@@ -98,6 +103,11 @@ def for_ranks(nodes: Nodes, own: str, environment: Mapping[str, str]) -> dict[st
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         found["OMP_NUM_THREADS"] = str(max(1, cores // nodes.procs))
     return found
+
+
+def of_other_launchers(environment: Mapping[str, str]) -> list[str]:
+    """The names of what would tell a program that believes to be alone of other ranks."""
+    return [name for name in environment if name in OF_LAUNCHERS or name.startswith(FAMILIES)]
 
 
 def end_descendants(grace_s: float) -> None:

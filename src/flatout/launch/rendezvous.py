@@ -114,7 +114,7 @@ def wait_for(where: Endpoint) -> None:
 class Rounds:
     """torch's rendezvous handler, whose rounds have a store each. ``address`` is where this node serves one when it is the first.
 
-    ``others`` are the other nodes of the round that runs, none between rounds; ``number`` counts the rounds of this node.
+    ``others`` are the other nodes of the round that runs, none between rounds; ``number`` counts the rounds of this node; ``has_rank_0`` in the last of them.
     """
 
     use_agent_store = True  # what the agent then tells its ranks: MASTER_ADDR and MASTER_PORT are a store that is served
@@ -125,12 +125,14 @@ class Rounds:
         self.name = f"{address} (process {os.getpid()})"
         self.others: list[str] = []
         self.number = 0
+        self.has_rank_0 = True
 
     def next_rendezvous(self) -> Any:
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
         self.others = []
         info = self._next()
+        self.has_rank_0 = info.rank == 0
         self._store = None  # of the last round, whose ranks this agent has ended
         # The agents' store of a round is empty at first: torch puts the number of the round before its keys.
         info.store.set(f"flatout/node/{info.rank}", self.name)
