@@ -106,6 +106,11 @@ def test_a_name_that_is_the_machine_itself_on_every_machine_is_refused(monkeypat
         claimed(Endpoint("node1", 29400), None, True)
 
 
+def test_every_address_is_no_place_to_meet():
+    with pytest.raises(UsageError, match="none at which others could meet"):
+        claimed(Endpoint("0.0.0.0", 29400), None, True)
+
+
 def test_a_host_nobody_knows_is_named(monkeypatch):
     def unknown(*_, **__):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")

@@ -34,7 +34,11 @@ def claimed(where: Endpoint, node_rank: int | None, several: bool, wait: Callabl
     if node_rank:
         return None
     family, _, _, _, place = _resolved(where, wait or threading.Event().wait)
-    if several and ipaddress.ip_address(place[0].partition("%")[0]).is_loopback and not _is_loopback(where.host):
+    address = ipaddress.ip_address(place[0].partition("%")[0])
+    if address.is_unspecified:
+        raise UsageError(f"{where.host} is every address of a machine, and none at which others could meet. Give the one that they reach: "
+                         f"--rendezvous 10.0.0.1:{where.port}.")
+    if several and address.is_loopback and not _is_loopback(where.host):
         raise UsageError(f"{where.host} is {place[0]} on this machine (/etc/hosts), where no other node can reach it. "
                          f"Give the address that the others know: --rendezvous 10.0.0.1:{where.port}.")
     listening = socket.socket(family, socket.SOCK_STREAM)
