@@ -135,6 +135,8 @@ import json, os, signal, sys, time
 from pathlib import Path
 seen = {k: v for k, v in os.environ.items() if k.startswith(("FLATOUT_", "TORCHELASTIC_", "SLURM_", "OMPI_"))
         or k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")}
+if "FLATOUT_JOB" in seen:
+    seen["FLATOUT_JOB"] = json.loads(Path(seen["FLATOUT_JOB"]).read_text())
 here, rank = Path(sys.argv[1]), seen.get("FLATOUT_RANK", seen.get("RANK"))
 tries = len(list(here.glob(f"rank{rank}.*")))
 (here / f"new{rank}").write_text(json.dumps([seen, sys.argv[2:]]))
@@ -162,6 +164,9 @@ class Agents:
         self.environment = {**os.environ, "PYTHONPATH": f"{SITE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "TMPDIR": str(folder)}
 
     def start(self, nodes: Nodes, *arguments: str, divided: bool = True) -> subprocess.Popen:
+        job = self.folder / f"job{len(self.running)}.json"  # each node has made its own
+        job.write_text(json.dumps({"entry": "builtins:repr", "seed": len(self.running), "pid": 1000 + len(self.running)}))
+        self.environment["FLATOUT_JOB"] = str(job)
         argv = agent_command(nodes, Command((), (sys.executable, "program.py", str(self.folder), *arguments)), divided)
         self.running.append(subprocess.Popen(argv, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         return self.running[-1]
@@ -226,6 +231,9 @@ def test_a_node_that_joins_later_and_a_failure_that_is_tried_again(agents, tmp_p
     assert meetings["rank0.2"] == meetings["rank1.1"]
     assert len(set(meetings.values())) == 3
     assert all(meeting.startswith("tcp://127.0.0.1:") for meeting in meetings.values())
+    jobs = [environment["FLATOUT_JOB"] for environment, _ in seen.values()]
+    assert len({job["seed"] for job in jobs}) == 1  # one plan and one seed, those of rank 0's node
+    assert {job["pid"] for job in jobs} == {1000, 1001}
     said = "".join(out for (out, _), _ in done)
     assert said.count("I am 0") == 3
     assert "I am 1" not in said

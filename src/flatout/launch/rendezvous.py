@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import json
 import os
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from flatout.launch.elastic import BACKEND, JOIN_S, STORE_S, own_address
 from flatout.launch.nodes import Endpoint
 from flatout.plan.errors import NodesApart, UsageError
+from flatout.plan.folder import read_json, write_json
 
 ANSWER_S = 5.0  # for a connection to the rendezvous
 
@@ -148,9 +151,20 @@ class Rounds:
             info.store.set("flatout/meeting", f"{port} {self._address}")
         port, address = info.store.get("flatout/meeting").decode().split(" ")
         names = [info.store.get(f"flatout/node/{rank}").decode() for rank in range(info.world_size)]
+        self._one_job(info)
         self.number += 1
         self.others = [name for name in names if name != self.name]
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
+
+    def _one_job(self, info: Any) -> None:
+        """All nodes run under the plan and the seed of the node of rank 0: each has made a job of its own, and ranks that differ would train apart."""
+        path = os.environ.get("FLATOUT_JOB")
+        own = read_json(Path(path)) if path else None
+        if info.rank == 0:
+            info.store.set("flatout/job", json.dumps(own))
+        theirs = json.loads(info.store.get("flatout/job").decode())
+        if path and isinstance(theirs, dict) and theirs != own:
+            write_json(Path(path), theirs | {"pid": own.get("pid") if isinstance(own, dict) else None})
 
     def _next(self) -> Any:
         """torch's own next round, without the store that it would keep from the first one: the variable is read at this call, and by nothing else."""
