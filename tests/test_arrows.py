@@ -22,7 +22,7 @@ NUMBER = {"plan": 0, "kernels": 1, "pipeline": 1, "probe": 1, "measure": 1, "cap
           "levers": 2, "engine": 2, "trial": 3, "tune": 4, "diagnose": 4, "loop": 5, "cli": 5}
 BELOW_TRIAL = {room for room, number in NUMBER.items() if number <= 2}
 MAY_IMPORT = {
-    "plan": set(), "kernels": set(), "pipeline": set(), "saved": set(), "ranks": set(),
+    "plan": set(), "kernels": set(), "pipeline": set(), "saved": set(), "ranks": {"plan"},
     "probe": {"plan"}, "measure": {"plan"}, "capture": {"plan"}, "state": {"plan"}, "launch": {"plan"}, "render": {"plan"},
     "levers": {"plan", "kernels", "pipeline", "saved", "ranks"},
     "engine": {"plan", "capture", "measure", "state"},

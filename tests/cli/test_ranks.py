@@ -97,7 +97,7 @@ def test_a_script_for_one_process_as_two(flatout, script):
 def test_what_does_not_divide_is_not_run(flatout, script):
     script(CONTRASTS)
     done = flatout("run", "--procs", "2", "python", "train.py", timeout=150)
-    assert done.code == 5
+    assert done.code == 6
     assert "neither a mean nor a sum over samples" in done.err
     record = json.loads(next((flatout.folder / ".flatout").glob("*/ranks.json")).read_text())["rehearsed"]
     assert record["division"] is None

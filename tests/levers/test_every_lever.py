@@ -49,7 +49,7 @@ CASES = [pytest.param(lever, value, id=f"{lever.name}-{value}") for lever in IN_
 def as_a_rank(lever: Lever, monkeypatch) -> None:
     """Levers for several ranks need to be told that they are on one; they meet the others in the first forward pass."""
     if lever.name == "data_parallel":
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MEETING", "file:///nowhere")):
+        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MEETING", "file:///nowhere")):
             monkeypatch.setenv(f"FLATOUT_{name}", value)
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
 from flatout.capture.scene import Scene
+from flatout.plan.standing import standing
 from flatout.ranks.divided import Divided
 from flatout.ranks.division import Division
-from flatout.ranks.place import Place
 
 
 class Numbered(torch.utils.data.Dataset):
@@ -77,7 +77,7 @@ def train(case):
 def main():
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
-    place = Place.here()
+    place = standing()
     for at, case in enumerate(cases):
         ledger = Ledger()
         scene = Scene(torch, Listener(), ledger)
@@ -87,7 +87,7 @@ def main():
             Divided(torch, scene, here, Division.read(case["division"]), ledger).install()
         found = train(case)
         ledger.restore()
-        (out / f"{at}.{place.rank if place is not None else 'plain'}.json").write_text(json.dumps(found))
+        (out / f"{at}.{here.rank if place is not None else 'plain'}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ from typing import Any, NoReturn
 
 import click
 
+from flatout.cli import places
 from flatout.cli.arguments import PROGRAM, Duration, program, read_plan, words_or_usage
 from flatout.launch.command import Command, understand
+from flatout.launch.elastic import agent_command
 from flatout.launch.environment import attached, listening
 from flatout.levers import TABLE
 from flatout.plan.errors import FlatoutError, ProgramNotFound, UsageError
@@ -34,28 +36,32 @@ ENTRY = "flatout.cli.attached:attach"
 @click.option("--gpus", default=0, type=click.IntRange(0), help="The same with one CUDA device each.")
 @click.option("--sync-batchnorm", is_flag=True, help="With several ranks: batch normalisation over the whole batch, for an exchange a layer.")
 @click.option("--rehearse", is_flag=True, help="With several ranks: compare them with one process once more, though it was done before.")
+@places.options
 @click.option("--watch", is_flag=True, help="A live line on standard error: samples/s, waiting for data, cores, memory, MFU where FLOPs are known.")
 @program
 def command(plan_path: str | None, budget: float | None, procs: int, gpus: int, sync_batchnorm: bool, rehearse: bool, watch: bool,
-            words: tuple[str, ...]) -> int:
+            words: tuple[str, ...], **elsewhere: Any) -> int:
     """Run a program under its plan.
 
     The program takes this process over: its input, output, signals and exit code are its own. With --procs or --gpus it is started several times, each on
-    its share of every batch, after a rehearsal has shown that this learns the same.
+    its share of every batch, after a rehearsal has shown that this learns the same; --nodes, --slurm, --ray and --k8s do so on several machines.
     """
     cmd = understand(words_or_usage(words, "run"))
+    place = places.place_of(elsewhere, procs if procs > 1 else None, gpus or None)
+    if place is not None and place.cluster in ("slurm", "k8s"):
+        return places.go(place, cmd, os.environ, ["--plan", plan_path] if plan_path is not None else [])
     ranks = _ranks_asked(procs, gpus, sync_batchnorm, rehearse)
     facts = look()
     plan, remark = _plan_for(cmd, facts, plan_path)
     if plan is None and budget:
         plan = _tune_first(words, budget)
-    if plan is None and ranks is None:
+    if plan is None and ranks is None and place is None:
         remark = remark or "no plan fits this command yet"
         _say(f"{remark}; running it as it is. To tune: flatout tune {' '.join(words)}")
     elif remark:
         _say(remark)
-    if ranks is not None:
-        return _run_as_ranks(cmd, facts, plan or Plan(), ranks, known_ideal(cmd) if watch else None)
+    if ranks is not None or place is not None:
+        return _run_as_ranks(cmd, facts, plan or Plan(), ranks, place, known_ideal(cmd) if watch else None)
     if not watch and not (plan is not None and len(plan)):
         _become(cmd, _listening())
     if cmd.closed:
@@ -75,18 +81,27 @@ def _ranks_asked(procs: int, gpus: int, sync_batchnorm: bool, again: bool) -> An
     return Asked(max(procs, gpus), bool(gpus), sync_batchnorm, again)
 
 
-def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, asked: Any, watch: dict[str, float] | None) -> int:
-    from flatout.cli.dividing import divided_plan, division, run_divided
+def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, asked: Any, place: Any, watch: dict[str, float] | None) -> int:
+    """On this machine, or with the nodes of ``place``."""
+    from flatout.cli.dividing import Asked, divided_plan, division, run_divided
     from flatout.tune.rehearsal import LEVER
 
     if cmd.closed:
-        raise UsageError(f"`python {cmd.closed}` keeps flatout out, and the program would train {asked.procs} times the same. Leave the option away.")
+        raise UsageError(f"`python {cmd.closed}` keeps flatout out, and every rank would train the same. Leave the option away.")
+    asked = asked or Asked(2)  # one rank a node: two of them are rehearsed here
     given = plan.get(LEVER)
-    value = given.value if given is not None and isinstance(given.value, dict) else division(cmd, facts, asked)
-    plan, left_out = divided_plan(plan, value)
+    value = given.value if given is not None and isinstance(given.value, dict) else None
+    if value is None and not (place is not None and place.nodes.node_rank):  # the other nodes take what the first one found
+        value = division(cmd, facts, asked)
+    plan, left_out = divided_plan(plan, value or {})
     if [name for name in left_out if name != LEVER]:
         _say(f"with several ranks these levers of the plan are left out: {', '.join(name for name in left_out if name != LEVER)}")
     environment = _environment(plan, facts, watch, seed=secrets.randbits(31))
+    if place is not None and place.cluster == "ray":
+        return places.go(place, cmd, environment)
+    if place is not None:
+        agent = Command(cmd.typed, tuple(agent_command(place.nodes, cmd, divided=True)))
+        return _become(agent, {**environment, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")})
     return run_divided(cmd, asked, Path(environment["FLATOUT_JOB"]), environment)
 
 

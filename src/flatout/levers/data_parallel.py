@@ -20,6 +20,7 @@ from typing import Any
 
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.plan.standing import standing
 from flatout.plan.words import Effect, Moment
 
 NAME = "data_parallel"
@@ -27,21 +28,19 @@ ALONE = "the program runs as one process; `flatout run --procs N` starts it as s
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    from flatout.ranks.place import Place
-
-    return Options(({"reduction": "mean"},), Effect.RESAMPLED) if Place.here() is not None else Skip(ALONE)
+    here = standing()
+    return Options(({"reduction": "mean"},)) if here is not None and here.world_size > 1 else Skip(ALONE)
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     """Raises TypeError for a value that is none, LookupError where there are no ranks."""
     from flatout.ranks.divided import Divided
     from flatout.ranks.division import Division
-    from flatout.ranks.place import Place
 
-    division, place = Division.read(value), Place.here()
-    if place is None:
+    division, here = Division.read(value), standing()
+    if here is None or here.world_size < 2:
         raise LookupError(ALONE)
-    Divided(scene.torch, scene, place, division, ledger).install()
+    Divided(scene.torch, scene, here, division, ledger).install()
     return ledger.restore
 
 

@@ -7,9 +7,10 @@
     ├── ProgramFailed         the user's program failed by itself                        its own exit code
     ├── NothingMeasured       the program ran, but no training step could be measured    exit 3
     ├── TrialFailed           a trial died, hung or lost its program                     exit 3
-    ├── CannotDivide         a program that does not divide over ranks                    exit 5
+    ├── CannotDivide          a program that does not divide over ranks                   exit 6
     ├── LoopError             a Loop cannot train as it is asked to, or without a mistake exit 1
-    └── StorageError          a folder or a disk refuses to be written                   exit 4
+    ├── StorageError          a folder or a disk refuses to be written                   exit 4
+    └── NodesApart            the machines of a job do not find or have lost each other  exit 5
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class TrialFailed(FlatoutError):
 class CannotDivide(FlatoutError):
     """A program was to run as several ranks and would not learn the same."""
 
-    exit_code = 5
+    exit_code = 6
 
 
 class LoopError(FlatoutError):
@@ -61,3 +62,7 @@ class LoopError(FlatoutError):
 
 class StorageError(FlatoutError):
     exit_code = 4
+
+
+class NodesApart(FlatoutError):
+    exit_code = 5

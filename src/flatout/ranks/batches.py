@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from flatout.plan.standing import Standing
 from flatout.ranks.division import CUT, DOOR, INDEX, OWN, Division
 from flatout.ranks.draws import drawn_for_the_whole
-from flatout.ranks.place import Place
 from flatout.ranks.shares import CannotDivide, DividedBatches, DividedIterator, Share, share
 from flatout.ranks.streams import HostStreams, Streams, offset
 
@@ -16,10 +16,10 @@ from flatout.ranks.streams import HostStreams, Streams, offset
 class Batches:
     """``share`` is the part of the batch that this rank computes at the moment; None before the first one."""
 
-    def __init__(self, torch: Any, scene: Any, place: Place, division: Division) -> None:
-        self.torch, self.scene, self.place, self.division = torch, scene, place, division
+    def __init__(self, torch: Any, scene: Any, here: Standing, division: Division) -> None:
+        self.torch, self.scene, self.here, self.division = torch, scene, here, division
         self.share: Share | None = None
-        self.streams, self.host = Streams(torch, place.rank), HostStreams(place.rank)
+        self.streams, self.host = Streams(torch, here.rank), HostStreams(here.rank)
 
     def install(self, ledger: Any) -> None:
         torch = self.torch
@@ -41,9 +41,9 @@ class Batches:
         samples = samples if samples is not None else self.scene.samples_in(batch)
         if samples is None:
             raise CannotDivide("a batch of it holds no tensor with one row a sample")
-        if self.share is None and samples < self.place.world:
-            raise CannotDivide(f"its first batch has {samples} sample{'s' * (samples > 1)}, fewer than the {self.place.world} ranks")
-        self.share = part = share(samples, self.place.rank, self.place.world)
+        if self.share is None and samples < self.here.world_size:
+            raise CannotDivide(f"its first batch has {samples} sample{'s' * (samples > 1)}, fewer than the {self.here.world_size} ranks")
+        self.share = part = share(samples, self.here.rank, self.here.world_size)
         return self.scene.rows_of(batch, samples, part.start, part.stop)
 
     def _trains(self, loader: Any) -> bool:
@@ -51,7 +51,7 @@ class Batches:
         return self.torch.is_grad_enabled() and self.division.batches != DOOR and self.scene.first_loader_like(loader) in self.division.loaders
 
     def _wrap_iterator_init(self, init: Callable) -> Callable:
-        batches, place, division = self, self.place, self.division
+        batches, here, division = self, self.here, self.division
 
         @wraps(init)
         def init_divided(iterator: Any, loader: Any) -> None:
@@ -60,10 +60,10 @@ class Batches:
                 return
             iterator.flatout_way = division.batches
             if division.batches == INDEX:
-                iterator._index_sampler = DividedBatches(iterator._index_sampler, place.rank, place.world)
+                iterator._index_sampler = DividedBatches(iterator._index_sampler, here.rank, here.world_size)
                 iterator._sampler_iter = iter(iterator._index_sampler)
             if division.draws == OWN:  # workers of different ranks must not draw alike
-                iterator._base_seed = offset(iterator._base_seed, place.rank)
+                iterator._base_seed = offset(iterator._base_seed, here.rank)
 
         return init_divided
 

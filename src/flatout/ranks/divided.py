@@ -16,11 +16,12 @@ from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
+from flatout.plan.standing import Standing
 from flatout.ranks.batches import Batches
 from flatout.ranks.division import ALL, DOOR, OWN, SUM, Division
 from flatout.ranks.exchange import Exchange
+from flatout.ranks.meeting import join
 from flatout.ranks.normalisation import over_all_ranks
-from flatout.ranks.place import Place
 
 SEARCHING_STEPS = 3  # modules that train are looked for in these
 
@@ -28,9 +29,9 @@ SEARCHING_STEPS = 3  # modules that train are looked for in these
 class Divided:
     """Everything that this rank has in place; ``ledger`` takes it off again."""
 
-    def __init__(self, torch: Any, scene: Any, place: Place, division: Division, ledger: Any) -> None:
-        self.torch, self.scene, self.place, self.division, self.ledger = torch, scene, place, division, ledger
-        self.batches = Batches(torch, scene, place, division)
+    def __init__(self, torch: Any, scene: Any, here: Standing, division: Division, ledger: Any) -> None:
+        self.torch, self.scene, self.here, self.division, self.ledger = torch, scene, here, division, ledger
+        self.batches = Batches(torch, scene, here, division)
         self.joined = False
         self.roots: list[weakref.ref[Any]] = []
         self.depth = 0  # of forward passes of the roots
@@ -75,7 +76,7 @@ class Divided:
         parameters = [*module.parameters()]
         if not self.joined:
             self.joined = True
-            self.place.join(self.torch, parameters[0].device.type, self.ledger)
+            join(self.torch, self.here, parameters[0].device.type, self.ledger)
         self.roots.append(weakref.ref(module))
         self._make_equal([*parameters, *module.buffers()])
         if self.division.batchnorm == ALL:
@@ -150,14 +151,14 @@ class Divided:
         """What the share's loss is multiplied with, so that the average over all ranks is the loss of the whole batch."""
         assert self.batches.share is not None
         weight = self.batches.share.weight
-        return (float(self.place.world) if weight else 0.0) if self.division.reduction == SUM else weight * self.place.world
+        return (float(self.here.world_size) if weight else 0.0) if self.division.reduction == SUM else weight * self.here.world_size
 
     def _exchange_of_now(self) -> Exchange:
         """The parameters that train may change while the script runs: layers are frozen, or are not any more."""
         parameters = [p for p in self._all_parameters() if p.requires_grad]
         if self.exchange is None or not _the_same(self.exchange.parameters, parameters):
             self._close_exchange()
-            self.exchange = Exchange(self.torch, self.place.world, parameters, len(self.scene.optimizers) > 1)
+            self.exchange = Exchange(self.torch, self.here.world_size, parameters, len(self.scene.optimizers) > 1)
         return self.exchange
 
     def _close_exchange(self) -> None:

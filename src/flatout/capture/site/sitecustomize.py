@@ -1,6 +1,6 @@
 """Python imports this file at start-up because its folder is first on PYTHONPATH. It must never harm a program.
 
-Without FLATOUT_JOB and FLATOUT_EXPLAIN it does nothing but hand over to the sitecustomize that it hides.
+Without FLATOUT_JOB, FLATOUT_EXPLAIN and FLATOUT_DIVIDED it does nothing but hand over to the sitecustomize that it hides.
 """
 
 import os
@@ -11,12 +11,15 @@ def _enter() -> None:
     job, entry = os.environ.get("FLATOUT_JOB"), os.environ.get("FLATOUT_EXPLAIN")
     if job and not os.path.exists(job):  # the run it belonged to is over
         job = None
-    if not job and not entry:
+    divided = "FLATOUT_DIVIDED" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
+    if not job and not entry and not divided:
         return
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     added = home not in sys.path
     if added:  # last, so that nothing of the program's own is hidden
         sys.path.append(home)
+    if divided:
+        _become_rank()
     try:
         if job:
             from flatout.capture import bootstrap
@@ -33,6 +36,17 @@ def _enter() -> None:
         pass  # a program that runs through never needs it
     if added and not job:  # what only waits for the end leaves the path as it found it
         sys.path.remove(home)
+
+
+def _become_rank() -> None:
+    try:
+        from flatout.capture import standing
+
+        standing.enter(os.environ)
+    except Exception as error:  # as it is, the program would train alone, once for each rank
+        sys.stderr.write(f"flatout: this process cannot become a rank: {error}\n")
+        sys.stderr.flush()
+        os._exit(2)
 
 
 def _hand_over() -> None:

@@ -1,0 +1,168 @@
+"""The agent of one node: started by `flatout run --nodes`, by Slurm's srun or in a pod; not a command of its own.
+
+torch's elastic agent in this process, at a rendezvous of ours. It says where the nodes meet, which rank failed first on this node and why it
+leaves, and its exit code is that rank's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+from flatout.capture.bootstrap import speaks_first
+from flatout.launch.beats import LOST_S, Beats
+from flatout.launch.elastic import asked_of_agent, end_descendants, end_with_parent, for_ranks, of_other_launchers, own_address, torchrun_words
+from flatout.launch.nodes import Endpoint, Nodes
+from flatout.launch.rendezvous import Rounds, claimed, client, reached_from_elsewhere, register, served, wait_for
+from flatout.plan.errors import FlatoutError, NodesApart, ProgramFailed
+
+LINES = 30  # of the output of a rank that nobody saw
+GRACE_S = 10.0  # for the ranks of a node that is cut off, after SIGTERM
+
+
+def main() -> int:
+    try:
+        if sys.argv[1:2] == ["--serve"]:
+            return _serve(sys.argv[2])
+        nodes, divided, command = asked_of_agent(sys.argv[1:])
+        return _run(nodes, divided, command)
+    except FlatoutError as error:
+        _say(str(error))
+        return error.exit_code
+
+
+def _run(nodes: Nodes, divided: bool, command: list[str]) -> int:
+    listening = claimed(nodes.rendezvous, nodes.node_rank, nodes.most > 1)
+    at = Endpoint(nodes.rendezvous.host, listening.getsockname()[1]) if listening else nodes.rendezvous
+    several = nodes.most > 1
+    if several:
+        _say(_greeting(nodes, at, serves=listening is not None))
+    if listening is None:
+        wait_for(at)
+    own = own_address(at)
+    folder = Path(tempfile.mkdtemp(prefix="flatout-node-"))
+    os.environ.update(for_ranks(nodes, own, os.environ) | {"FLATOUT_LAUNCHER": str(os.getpid())})
+    if divided:
+        _divide(nodes, folder)
+    import torch
+
+    store = served(torch, listening) if listening else client(torch, at)
+    beats: list[Beats] = []
+
+    def begin(rounds: Rounds) -> None:
+        beats.append(Beats(store, rounds, at, listening is not None, _end_round, lambda: _give_up(at)))
+        beats[0].start()
+
+    register(torch, own, begin)
+    try:
+        _launch(torchrun_words(nodes, at, own, command), at)
+    except ProgramFailed as error:
+        if beats[0].ended_round:  # by this agent, and nothing of the program's own
+            return NodesApart.exit_code
+        _say(_with_output(error, folder))
+        return error.exit_code
+    finally:
+        if "FLATOUT_JOB" in os.environ and beats and not beats[0].rounds.has_rank_0:
+            speaks_first(os.environ["FLATOUT_JOB"])  # what was applied is said on the node of rank 0; this process has no step of its own to speak of
+    beats[0].finish()
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _divide(nodes: Nodes, folder: Path) -> None:
+    """The environment from which each process of the program becomes its rank, and learns of no other launcher."""
+    for name in of_other_launchers(os.environ):
+        del os.environ[name]
+    # A rank that fails rings a bell there, which nobody listens to: torch's agent waits for the process's end. Its words are kept beside.
+    (folder / "bell").touch()
+    os.environ.update({"FLATOUT_DIVIDED": "gpus" if nodes.gpus else "procs", "FLATOUT_GANG": str(folder), "FLATOUT_TOLD": str(folder / "told"),
+                       "FLATOUT_FIRST": ""})
+
+
+def _serve(host: str) -> int:
+    """A rendezvous and nothing else, for a batch script: prints HOST:PORT, and serves until the script that started it has ended."""
+    end_with_parent()
+    here = reached_from_elsewhere(host)
+    listening = claimed(Endpoint(here, 0), 0, several=True)
+    assert listening is not None  # port 0 is never in use
+    at = Endpoint(here, listening.getsockname()[1])
+    import torch
+
+    store = served(torch, listening)
+    sys.stdout.write(f"{at}\n")
+    sys.stdout.flush()
+    while store is not None:
+        signal.pause()
+    return 0
+
+
+def _greeting(nodes: Nodes, at: Endpoint, serves: bool) -> str:
+    many = f"{nodes.most} nodes" if nodes.fewest == nodes.most else f"{nodes.fewest} to {nodes.most} nodes"
+    where = f"this node serves the rendezvous at {at}" if serves else f"the rendezvous is at {at}"
+    return (f"{many} of {nodes.procs} {'rank' if nodes.procs == 1 else 'ranks'}; {where}. It has no authentication, and who reaches it can run code here: "
+            "keep it inside a private network")
+
+
+def _launch(words: list[str], at: Endpoint) -> None:
+    """Runs until the ranks of this node are done. Raises ProgramFailed for a rank's failure, NodesApart for the rendezvous's."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+
+    try:
+        torchrun.run(torchrun.parse_args(words))
+    except ChildFailedError as failed:
+        rank, first = failed.get_first_failure()
+        how = f"signal {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else f"exit code {first.exitcode}"
+        raise ProgramFailed(f"rank {rank} ({socket.gethostname()}, process {first.pid}) failed first on this node, with {how}", first.exitcode) from None
+    except SignalException as ended:
+        raise ProgramFailed(f"ended by {ended.sigval.name}", -int(ended.sigval)) from None
+    except RendezvousTimeoutError:
+        raise NodesApart(f"not enough nodes came to {at} in time. Start the others with the very same command, or allow fewer: --nodes 1:4.") from None
+    except RendezvousClosedError:
+        raise NodesApart(f"the job at {at} is over, and takes no node any more. Start all nodes again.") from None
+    except RendezvousError as error:
+        said = error.__cause__ or error
+        raise NodesApart(f"the rendezvous at {at} was lost ({type(said).__name__}). The node that serves it has ended: see what it said, then start "
+                         "all nodes again; the program goes on from its last save.") from None
+
+
+def _with_output(error: ProgramFailed, folder: Path) -> str:
+    """The failure, and the end of what that rank has said where it was kept from the terminal."""
+    number = str(error).split()[1] if str(error).startswith("rank ") else ""
+    try:
+        lines = (folder / f"rank{number}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return str(error)
+    return "\n".join([f"{error}. The end of what it said ({folder / f'rank{number}.log'}):", *lines[-LINES:]])
+
+
+def _end_round(node: str) -> None:
+    """In the beating thread, when a node of the round has fallen silent: the ranks here would wait for it inside a collective."""
+    _say(f"the node {node} has not been heard of for {LOST_S:.0f} s: it is cut off, or gone. The ranks of this node are ended, to begin again with the nodes "
+         "that are there, where --restarts and --nodes allow it")
+    end_descendants(GRACE_S)
+
+
+def _give_up(at: Endpoint) -> None:
+    """In the beating thread, when this node is cut off: the agent's own thread may wait in a store operation for a quarter of an hour."""
+    _say(f"no answer from the rendezvous at {at} for {LOST_S:.0f} s: this node is cut off, or the one that serves it is gone. Its ranks are ended; start all "
+         "nodes again when the network is back, the program goes on from its last save")
+    end_descendants(GRACE_S)
+    sys.stderr.flush()
+    os._exit(NodesApart.exit_code)
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"flatout: {sentence}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""Ranks, or many programs that have nothing to do with each other, on a Ray cluster that is there already.
+
+Only Ray's public API is used: a placement group, one actor a rank, tasks. flatout and torch must be installed on the nodes, and the folder of the program must
+be there under the same path (a shared file system). Ray is an extra: pip install flatout[ray].
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flatout.launch.elastic import interface_of
+from flatout.launch.environment import SITE
+from flatout.launch.nodes import Endpoint
+from flatout.launch.process import die_with_flatout
+from flatout.launch.rendezvous import claimed, served
+from flatout.plan.errors import FlatoutError, NodesApart, ProgramFailed, ProgramNotFound, UsageError
+
+PLACE_S = 60.0  # for the cluster to have room; a full one is said to be full
+GRACE_S = 5.0
+TAIL_BYTES = 20_000
+LOOK_S = 0.3
+
+
+@dataclass(frozen=True)
+class Work:
+    """One program: ``argv`` in ``folder``, with ``extra`` beside the node's own environment. ``job`` is the text of flatout's job file, where there is one."""
+
+    argv: Sequence[str]
+    folder: str
+    extra: Mapping[str, str] = field(default_factory=dict)
+    job: str | None = None
+
+
+def work(argv: Sequence[str], environment: Mapping[str, str]) -> Work:
+    """What a node has to know of a program that would be started here with this environment (launch/environment.py): what differs from ours."""
+    ours = {"PYTHONPATH", "FLATOUT_JOB", "FLATOUT_TOLD", "FLATOUT_FIRST"}
+    extra = {name: value for name, value in environment.items() if os.environ.get(name) != value and name not in ours}
+    job = environment.get("FLATOUT_JOB")
+    return Work(tuple(argv), os.getcwd(), extra, Path(job).read_text(encoding="utf-8") if job else None)
+
+
+class Runner:
+    """In a Ray worker: one process, in a session of its own that ends with the worker."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._home = Path(tempfile.mkdtemp(prefix="flatout-ray-"))
+        self._store: Any = None
+
+    def where(self) -> tuple[str, str]:
+        """This node's id and address."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    def serve(self) -> str:
+        """A store for the ranks to meet at, kept by this worker, at a port that the system chooses."""
+        import torch
+
+        listening = claimed(Endpoint(self.where()[1], 0), 0, several=False)
+        assert listening is not None  # port 0 is never in use
+        at = Endpoint(*listening.getsockname()[:2])
+        self._store = served(torch, listening)
+        return f"tcp://{at}"
+
+    def start(self, what: Work, standing: Mapping[str, str]) -> None:
+        """Raises NodesApart where the program's folder is not on this node, ProgramNotFound where its program is not."""
+        if not Path(what.folder).is_dir():
+            raise NodesApart(f"the folder {what.folder} is not on the node {socket.gethostname()}. Put the program on a file system that all nodes share.")
+        before = os.environ.get("PYTHONPATH", "")
+        environment = {**os.environ, **what.extra, **standing, "PYTHONPATH": f"{SITE}{os.pathsep}{before}" if before else str(SITE)}
+        interface = interface_of(self.where()[1]) if standing else None
+        if interface:
+            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if what.job is not None:
+            (self._home / "job.json").write_text(what.job, encoding="utf-8")
+            environment["FLATOUT_JOB"] = str(self._home / "job.json")
+        try:
+            with (self._home / "output").open("wb") as out:
+                self._process = subprocess.Popen(list(what.argv), cwd=what.folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                                                 start_new_session=True, preexec_fn=die_with_flatout)
+        except OSError as error:
+            raise ProgramNotFound(f"{what.argv[0]} cannot be started on the node {socket.gethostname()}: {error.strerror}.") from None
+
+    def wait(self) -> int:
+        """Until the program is over; its exit code, negative for a signal."""
+        assert self._process is not None  # start comes first
+        return self._process.wait()
+
+    def output(self, at: int) -> bytes:
+        """What was printed from this place on."""
+        with (self._home / "output").open("rb") as out:
+            out.seek(at)
+            return out.read()
+
+    def end(self) -> None:
+        if self._process is None:
+            return
+        for number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 1.0)):
+            try:
+                os.killpg(self._process.pid, number)
+            except ProcessLookupError:
+                return
+            try:
+                self._process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                pass
+
+
+def connect(address: str) -> Any:
+    """Ray, connected to the cluster. Raises UsageError where Ray is not installed, or there is no cluster at this address."""
+    try:
+        import ray
+    except ImportError:
+        raise UsageError("--ray needs Ray, which is not installed here: pip install flatout[ray].") from None
+    if not ray.is_initialized():
+        try:
+            # What workers print is not streamed by Ray: the output of rank 0 is read from its own file, once.
+            ray.init(address=address, log_to_driver=False, configure_logging=False, runtime_env={"env_vars": _way()})
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise UsageError(f"there is no Ray cluster at {address} ({_first_line(error)}). Start one with `ray start --head`, and give its address: "
+                             "--ray 10.0.0.1:6379, or --ray auto on one of its nodes.") from None
+    return ray
+
+
+def _way() -> dict[str, str]:
+    """Where flatout lies, for clusters that share a file system and have not installed it: harmless where the path is not there."""
+    return {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
+
+
+def run_ranks(address: str, what: Work, ranks: int, gpus: bool, cpus: float = 1.0, show: Callable[[bytes], None] = lambda _: None) -> int:
+    """Run the program as so many ranks; 0 where all of them ended well. ``show`` is handed what rank 0 prints, as it comes.
+
+    Raises ProgramFailed for the first rank that fails, after the others were ended; NodesApart where the cluster has no room or loses a node.
+    """
+    ray = connect(address)
+    bundle = {"CPU": cpus, **({"GPU": 1.0} if gpus else {})}
+    group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
+    if not group.wait(PLACE_S):
+        ray.util.remove_placement_group(group)
+        raise NodesApart(f"the Ray cluster has no room for {ranks} ranks of {_said(bundle)} within {PLACE_S:.0f} s: it has {_said(ray.cluster_resources())}. "
+                         f"Start fewer (--{'gpus' if gpus else 'procs'}), or see who has it: ray status")
+    try:
+        return _Ranks(ray, group, what, bundle, ranks, show).run()
+    except ray.exceptions.RayActorError as error:
+        raise NodesApart(f"a Ray worker of this job ended before its rank began ({_first_line(error)}): its node is gone, or has no memory left. See what "
+                         "the cluster knows of it: ray list actors") from None
+    finally:
+        ray.util.remove_placement_group(group)  # ends the actors, and they their processes
+
+
+class _Ranks:
+    def __init__(self, ray: Any, group: Any, what: Work, bundle: Mapping[str, float], ranks: int, show: Callable[[bytes], None]) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._ray, self._what, self._show, self._shown = ray, what, show, 0
+        # One call waits for the program, one reads its output, one ends it.
+        actor = ray.remote(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0, max_concurrency=4)(Runner)
+        found = [actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle_index)).remote() for bundle_index in range(ranks)]
+        places = ray.get([each.where.remote() for each in found])
+        order = sorted(range(ranks), key=lambda index: (places.index(places[index]), index))  # ranks of one node are neighbours
+        self._actors = [found[index] for index in order]
+        self._places = [places[index] for index in order]
+
+    def run(self) -> int:
+        ray = self._ray
+        meeting = ray.get(self._actors[0].serve.remote())
+        try:
+            ray.get([actor.start.remote(self._what, self._standing(rank, meeting)) for rank, actor in enumerate(self._actors)])
+        except FlatoutError as error:
+            raise getattr(error, "cause", error) from None  # Ray's error is of the class of its cause, with a page of its own words
+        waiting = {actor.wait.remote(): rank for rank, actor in enumerate(self._actors)}
+        while waiting:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=LOOK_S)
+            self._stream()
+            for each in done:
+                rank = waiting.pop(each)
+                code = self._code(each, rank, waiting)
+                if code:
+                    self._end(waiting.values())
+                    raise ProgramFailed(self._words(rank, code), code)
+        return 0
+
+    def _standing(self, rank: int, meeting: str) -> dict[str, str]:
+        here = [other for other, place in enumerate(self._places) if place == self._places[rank]]
+        return {"FLATOUT_RANK": str(rank), "FLATOUT_LOCAL_RANK": str(here.index(rank)), "FLATOUT_WORLD_SIZE": str(len(self._places)),
+                "FLATOUT_LOCAL_WORLD_SIZE": str(len(here)), "FLATOUT_MEETING": meeting}
+
+    def _code(self, each: Any, rank: int, waiting: Mapping[Any, int]) -> int:
+        try:
+            return int(self._ray.get(each))
+        except self._ray.exceptions.RayActorError:
+            self._end(waiting.values())
+            raise NodesApart(f"rank {rank} on {self._places[rank][1]} is lost: its Ray worker or its node has ended. The other ranks were ended; start again, "
+                             "the program goes on from its last save. What the cluster knows of it: ray list actors") from None
+
+    def _end(self, ranks: Iterable[int]) -> None:
+        ending = [self._actors[rank].end.remote() for rank in ranks]
+        if ending:
+            self._ray.wait(ending, num_returns=len(ending), timeout=2 * GRACE_S)
+        self._stream()
+
+    def _stream(self) -> None:
+        try:
+            new = self._ray.get(self._actors[0].output.remote(self._shown), timeout=10)
+        except self._ray.exceptions.RayError:  # its actor is gone, which another call will say
+            return
+        self._shown += len(new)
+        if new:
+            self._show(new)
+
+    def _words(self, rank: int, code: int) -> str:
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        words = f"rank {rank} on {self._places[rank][1]} failed first, with {how}"
+        if rank == 0:  # its output was shown
+            return words
+        try:
+            said = self._ray.get(self._actors[rank].output.remote(0), timeout=10)[-TAIL_BYTES:].decode(errors="replace").rstrip()
+        except self._ray.exceptions.RayError:
+            return words
+        return f"{words}. The end of what it said:\n{said}"
+
+
+def run_many(address: str, programs: Sequence[Work], gpus: float = 0.0, cpus: float = 1.0) -> Iterator[tuple[int, int, str]]:
+    """Programs that have nothing to do with each other (trials), as many at once as the cluster has room for.
+
+    As each ends: its number, its exit code (negative for a signal; one whose node was lost has -SIGKILL) and the end of what it said.
+    """
+    ray = connect(address)
+    task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=0)(_one)
+    waiting = {task.remote(each): number for number, each in enumerate(programs)}
+    while waiting:
+        done, _ = ray.wait(list(waiting), num_returns=1)
+        number = waiting.pop(done[0])
+        try:
+            code, said = ray.get(done[0])
+        except FlatoutError as error:
+            raise getattr(error, "cause", error) from None
+        except ray.exceptions.RayError as error:
+            code, said = -signal.SIGKILL, _first_line(error)
+        yield number, code, said
+
+
+def _one(what: Work) -> tuple[int, str]:
+    runner = Runner()
+    runner.start(what, {})
+    code = runner.wait()
+    return code, runner.output(0)[-TAIL_BYTES:].decode(errors="replace")
+
+
+def _said(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items() if name in ("CPU", "GPU")) or "nothing"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
