@@ -13,7 +13,7 @@ from flatout.cli.main import COMMANDS
 from flatout.levers import TABLE as LEVERS
 
 DOCS = Path(__file__).parent.parent / "docs"
-GUIDES = ("slow.md", "memory.md", "batch.md")
+GUIDES = ("slow.md", "memory.md", "batch.md", "ranks.md", "nodes.md")
 LEVER_NAMES = {lever.name for lever in LEVERS}
 
 
@@ -28,9 +28,14 @@ def test_a_command_of_a_guide_exists(line):
     _, name, *words = shlex.split(line)
     assert name in COMMANDS
     known = {option: each for each in importlib.import_module(f"flatout.cli.{name}").command.params for option in each.opts}
+    given = False  # the word before was an option that takes this one
     for word, value in zip(words, [*words[1:], ""], strict=False):
         if word == "python":
             break
+        if given:
+            given = False
+            continue
+        given = word in known and not known[word].is_flag
         if word.startswith("--"):
             assert word in known, f"{word} is no option of flatout {name}"
         if word == "--levers":
