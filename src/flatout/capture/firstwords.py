@@ -35,6 +35,8 @@ class FirstWords:
         """Tell of an exception that ends this process. Answers whether it may explain itself: of the ranks, the first that fails does. Raises nothing."""
         try:
             self._ring(FAILING)
+            if isinstance(error, KeyboardInterrupt):
+                return False  # writing imports what calls eval(), after which CPython no longer ends by SIGINT but with 1 (run_eval_code_obj)
             may_explain = not self.is_rank or self._claim()
             self._write(error)
             self._ring(WORDS)

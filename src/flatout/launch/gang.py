@@ -66,7 +66,10 @@ class Gang:
         self._may_insist = self._failing = self._ending = self._stuck = False
 
     def run(self) -> int:
-        """Until the last rank has ended: 0, or the exit code as a shell would say it. Raises ProgramNotFound, StorageError."""
+        """Until the last rank has ended: 0, or the exit code as a shell would say it. Raises ProgramNotFound, StorageError.
+
+        Called from the main thread: the kernel ends ranks when the thread ends that has started them.
+        """
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="flatout-gang-"))
             self._bell = Bell(self.folder)
@@ -85,6 +88,8 @@ class Gang:
                 if not whole:
                     end_members(str(self.folder))
                 self._bell.close()
+                for rank in self.ranks:
+                    rank.close()
                 keeper.dismiss()
                 if self.failed is None:
                     shutil.rmtree(self.folder, ignore_errors=True)
@@ -105,12 +110,16 @@ class Gang:
     # -- watching ---------------------------------------------------------------------------------------------------
 
     def _watch(self, signals: Signals) -> None:
+        ends = {rank.end: rank for rank in self.ranks if rank.end >= 0}
         with select.epoll() as events:
-            for descriptor in (signals.descriptor, self._bell.descriptor):
+            for descriptor in (signals.descriptor, self._bell.descriptor, *ends):
                 events.register(descriptor, select.EPOLLIN)
             while self._living() and not self._stuck:
                 for descriptor, _ in events.poll():
-                    if descriptor == signals.descriptor:
+                    if descriptor in ends:
+                        events.unregister(descriptor)
+                        self._ended(ends[descriptor])
+                    elif descriptor == signals.descriptor:
                         for each in signals.take():
                             self._heard(each)
                     else:
@@ -135,7 +144,9 @@ class Gang:
 
     def _heard(self, heard: Heard) -> None:
         if heard.number == signal.SIGCHLD:
-            self._ends()
+            for rank in self._living():
+                if rank.end < 0:
+                    self._ended(rank)
             return
         if not (heard.typed and self._shares_group):
             self._send(heard.number)
@@ -155,18 +166,17 @@ class Gang:
         for rank in self.ranks:
             rank.signal(number)
 
-    def _ends(self) -> None:
-        for rank in self._living():
-            code = rank.process.poll()
-            if code is None:
-                continue
-            self.signs.append(Sign(rank.number, ENDED, code, told=rank.told, killed=rank.killed))
-            if -code in self._passed and not self._failing and self._asked is None:
-                self._asked = -code  # a signal that it did not handle was meant to end it
-            if code != 0 and not rank.told:
-                self._failure_seen(rank)
-            elif rank.number == 0:
-                self._bell.after(SILENCE_S, "silence")
+    def _ended(self, rank: Rank) -> None:
+        code = rank.process.poll()
+        if code is None:
+            return
+        self.signs.append(Sign(rank.number, ENDED, code, told=rank.told, killed=rank.killed))
+        if -code in self._passed and not self._failing and self._asked is None:
+            self._asked = -code  # a signal that it did not handle was meant to end it
+        if code != 0 and not rank.told:
+            self._failure_seen(rank)
+        if rank.number == 0 and not self._failing:
+            self._bell.after(SILENCE_S, "silence")
 
     def _failure_seen(self, rank: Rank) -> None:
         """The first one ends the launch. One that has only lost another rank may be heard before the one that was lost, which then has a moment left."""
@@ -185,7 +195,7 @@ class Gang:
         if self._ending:
             return
         self._ending = True
-        leaving = {sign.rank for sign in self.signs if sign.own}
+        leaving = {sign.rank for sign in self.signs}
         for rank in self._living():
             if rank.number not in leaving:
                 rank.told = True
