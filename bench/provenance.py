@@ -47,6 +47,7 @@ THEMES = (
     ("zoo", "python bench/zoo.py", "Whether diagnosis names the fault that was planted: named first with its line, false alarms on healthy twins"),
     ("loop", "python bench/loop.py", "What a loop costs that somebody else drives: `flatout.Loop` and other libraries beside the raw loop"),
     ("loop_faults", "python bench/loop_faults.py", "Out of memory injected at hundreds of places of a training with the Loop, one rank of two among them"),
+    ("launcher", "python bench/launcher.py", "What outlives a launcher of several ranks that is killed; whether the rank that failed first is named"),
     ("guard", "python bench/guard.py", "False accepts and false rejects of the guard"),
     ("explain", "python bench/explain.py", "Failures really provoked: explained live and from their text, mends tried; recorded ones of what needs a GPU"),
     ("kernels", "python bench/kernels.py", "Each kernel against its reference, torch.compile and the device's own roofline"),
