@@ -129,7 +129,7 @@ class Gang:
     def _living(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.lives]
 
-    def _rung(self, word: str = "", number: str = "", pid: str = "") -> None:
+    def _rung(self, word: str = "", number: str = "", pid: str = "", first: str = "") -> None:
         """A rank has said something, or one of the programs that it has started; or a time is over."""
         if word == "timer":
             self._timed(number)
@@ -138,7 +138,8 @@ class Gang:
         rank = self.ranks[int(number)]
         own = pid == str(rank.process.pid)
         if word == FAILING or (word == LEAVING and own):
-            self.signs.append(Sign(rank.number, word, own=own, told=rank.told))
+            before = [at for at, sign in enumerate(self.signs) if first and sign.kind == FAILING]  # it was, but did not ring as fast
+            self.signs.insert(min(before, default=len(self.signs)), Sign(rank.number, word, own=own, told=rank.told))
         elif word == "words" and own and not rank.told:
             self._failure_seen(rank)
 
