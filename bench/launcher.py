@@ -142,21 +142,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("kills", "failures"), help="one of the two; the other's records of this month stay")
     parser.add_argument("--n", type=int, default=100)
+    parser.add_argument("--fresh", action="store_true", help="forget what an earlier run of this month has; else it is completed")
     parser.add_argument("--at-once", type=int, default=3, help="launches beside each other")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     made = stamp()
     raw = {name: read_result("launcher", made, args.out).get(name, []) for name in ("kills", "failures")}
-    with ThreadPoolExecutor(args.at_once) as pool:
-        for name, one in (("kills", kill), ("failures", failure)):
-            if args.only in (None, name):
-                raw[name] = list(pool.map(one, range(args.n)))
-                raw[f"{name}_at_once"] = args.at_once
-    text = page(raw["kills"], raw["failures"])
+    text, paths = "", list[Path]()
+    for name, one in (("kills", kill), ("failures", failure)):
+        if args.only not in (None, name):
+            continue
+        raw[name] = [] if args.fresh else raw[name]
+        todo = sorted(set(range(args.n)) - {each["seed"] for each in raw[name]})
+        with ThreadPoolExecutor(args.at_once) as pool:
+            for record in pool.map(one, todo):
+                raw[name].append(record)
+                if len(raw[name]) % 10 == 0 or len(raw[name]) == args.n:
+                    text = page(raw["kills"], raw["failures"])
+                    paths = [*write_result("launcher", made, text, raw, folder=args.out)]
     print(text)
     for each in [*(each for each in raw["kills"] if each["orphans"]), *(each for each in raw["failures"] if not each["right"])]:
         print(each)
-    print(*(path.name for path in write_result("launcher", made, text, raw, folder=args.out)))
+    print(*(path.name for path in paths) or ["there was nothing left to do; --fresh does it again"])
 
 
 if __name__ == "__main__":

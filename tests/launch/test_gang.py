@@ -244,7 +244,7 @@ def test_the_first_failure_is_named(gang, how, code, ending):
 
 def test_a_cause_that_is_heard_after_its_effect(gang):
     """Rank 0 says that it has lost another one. The other one says nothing, and ends a moment later."""
-    done = gang(BOUND, "1", "late", procs=2, launcher=changed("gang.SECOND_LOOK_S = 1.2"))
+    done = gang(BOUND, "1", "late", procs=2, launcher=changed("watching.SECOND_LOOK_S = 1.2"))
     assert "rank 1 (" in done.err
     assert done.code == 7
 
@@ -267,8 +267,9 @@ def test_what_python_did_not_say_is_the_end_of_the_log(gang):
 
 def test_a_program_inside_a_script(gang):
     """The rank is the shell; its Python says what happened, when it happened, and the shell ends long after."""
-    source = "import os, time\nif os.environ['FLATOUT_RANK'] == '0':\n    time.sleep(0.3)\n    raise SystemExit(5)\nraise ValueError('inside')"
-    done = gang(source, procs=2, command=["sh", "-c", "python train.py; code=$?; [ $FLATOUT_RANK = 0 ] || sleep 0.8; exit $code"])
+    source = NOTES + ("if rank == '1':\n    raise ValueError('inside')\nwhile not Path(os.environ['FLATOUT_GANG'], 'rank1.failed').exists():\n    time.sleep(0.01)\n"
+                      "sys.exit(5)\n")
+    done = gang(source, procs=2, command=["sh", "-c", "python train.py; code=$?; [ $FLATOUT_RANK = 0 ] || sleep 0.6; exit $code"])
     assert "rank 1 (" in done.err
     assert "ValueError: inside" in done.err
     assert done.code == 1
@@ -282,7 +283,7 @@ def test_a_helper_that_fails_is_no_failure_of_its_rank(gang):
 
 def test_only_the_first_is_explained(gang, flatout):
     """All ranks fail. The explanation stands below the traceback of the one that was first, also where it takes longer to find."""
-    (flatout.folder / "entry_of_test.py").write_text("import os, time\ndef explain(error):\n    time.sleep(0.4 * (os.environ['FLATOUT_RANK'] == '1'))\n"
+    (flatout.folder / "entry_of_test.py").write_text("import os, time\ndef explain(error):\n    time.sleep(0.2 * (os.environ['FLATOUT_RANK'] == '1'))\n"
                                                      "    return ['because of ' + str(error)]\n")
     source = NOTES + ("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwords = Path(os.environ['FLATOUT_GANG'], 'rank1.failed')\nnote('ready')\n"
                       "while len(list(here.glob('ready.*'))) < 3 or rank != '1' and not words.exists():\n    time.sleep(0.01)\n"
@@ -297,7 +298,8 @@ def test_only_the_first_is_explained(gang, flatout):
 def test_the_first_that_came_to_the_top_may_ring_later(gang):
     """Which rank is explained is decided when its exception reaches the top; that one is named, too."""
     source = NOTES + ("gang = Path(os.environ['FLATOUT_GANG'])\n"
-                      "if rank == '0':\n    (gang / 'bell').write_text(f'failing 0 {os.getpid()} \\n')\n    note('rung')\n    time.sleep(0.5)\n    sys.exit(4)\nwhile not (here / 'rung.0').exists():\n    time.sleep(0.01)\nraise ValueError\n")
+                      "if rank == '0':\n    (gang / 'bell').write_text(f'failing 0 {os.getpid()} \\n')\n    note('rung')\n"
+                      "    time.sleep(0.5)\n    sys.exit(4)\nwhile not (here / 'rung.0').exists():\n    time.sleep(0.01)\nraise ValueError\n")
     done = gang(source, procs=2)
     assert "rank 1 (" in done.err
     assert done.code == 1
@@ -323,7 +325,7 @@ def test_the_order_is_kept_where_the_launcher_sleeps(begin, flatout, one, other,
 
 def changed(code):
     """The launcher, with something in it or in this kernel changed."""
-    return [sys.executable, "-c", f"import os, sys, flatout.launch.gang as gang\n{code}\nsys.exit(gang.main(sys.argv[1:]))"]
+    return [sys.executable, "-c", f"import os, sys\nfrom flatout.launch import gang, watching\n{code}\nsys.exit(gang.main(sys.argv[1:]))"]
 
 
 def test_an_older_kernel(gang):
@@ -335,9 +337,9 @@ def test_an_older_kernel(gang):
 
 
 def test_ranks_that_go_on_alone_are_named_once(gang):
-    done = gang(NOTES + "if rank == '1':\n    time.sleep(0.8)\n", procs=2, launcher=changed("gang.SILENCE_S = 0.2"))
+    done = gang(NOTES + "if rank == '1':\n    time.sleep(0.8)\n", procs=2, launcher=changed("watching.SILENCE_S = 0.2"))
     assert done.code == 0
-    assert re.fullmatch(r"flatout: rank 0 has ended 0 s ago, and rank 1 \(process \d+\) still run\. Waiting for them; Ctrl-C ends them\.\n", done.err)
+    assert re.fullmatch(r"flatout: rank 0 has ended 0 s ago, and these still run: rank 1 \(process \d+\)\. Waiting for them; Ctrl-C ends them\.\n", done.err)
 
 
 def test_one_that_ends_early_is_waited_for(gang, flatout):
@@ -453,7 +455,7 @@ def test_a_signal_that_nobody_handles_ends_all(begin, number):
 
 def test_the_second_one_does_not_wait(begin, flatout):
     """A rank that takes its time is not asked for ever, but two signals of one `timeout` are one."""
-    launcher = begin(COUNTING, launcher=changed("gang.ONE_PRESS_S = 2.0"))
+    launcher = begin(COUNTING, launcher=changed("watching.ONE_PRESS_S = 2.0"))
     for times in (1, 2):
         os.kill(launcher.pid, signal.SIGTERM)
         until(lambda times=times: [text.count("SIGTERM") for text in noted(flatout.folder, "seen")] == [times] * 2)
