@@ -163,7 +163,7 @@ def main() -> None:
     print(text)
     for each in [*(each for each in raw["kills"] if each["orphans"]), *(each for each in raw["failures"] if not each["right"])]:
         print(each)
-    print(*(path.name for path in paths) or ["there was nothing left to do; --fresh does it again"])
+    print(*[path.name for path in paths] or ["there was nothing left to do; --fresh does it again"])
 
 
 if __name__ == "__main__":
