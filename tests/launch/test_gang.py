@@ -237,7 +237,7 @@ def test_the_launcher_needs_no_torch():
 ])
 def test_the_first_failure_is_named(gang, how, code, ending):
     """All ranks fail; all but one because they have lost another. Those are often gone before the one that was first."""
-    done = gang(BOUND, "1", how)
+    done = gang(BOUND, "1", how, launcher=GANG if how == "hangs" else changed(PATIENT))
     assert done.code == code
     named = re.search(rf"^flatout: rank 1 \(\S+, process \d+\) failed first, {ending}.*$", done.err, re.MULTILINE)
     assert named, done.err
@@ -302,6 +302,18 @@ def test_only_the_first_is_explained(gang, flatout):
     assert done.err.count("because of") == 1
     folder = Path(re.search(r"(/\S+)/rank\*\.log$", done.err, re.MULTILINE)[1])
     assert "because of" not in (folder / "rank2.log").read_text()
+
+
+def test_an_explanation_keeps_no_traceback_back(gang, flatout):
+    """torch, once a process group is made, prints a traceback with the rank before each line, and only when every hook before its own is through."""
+    (flatout.folder / "entry_of_test.py").write_text("import time\ndef explain(error):\n    time.sleep(600)\n")
+    source = NOTES + ("import io\nbefore = sys.excepthook\ndef prefixing(*what):\n    really, sys.stderr = sys.stderr, io.StringIO()\n    before(*what)\n"
+                      "    said, sys.stderr = sys.stderr.getvalue(), really\n    sys.stderr.write(''.join(f'[rank{rank}]: {line}' for line in said.splitlines(True)))\n"
+                      "sys.excepthook = prefixing\nif rank == '0':\n    raise ValueError('seen')\ntime.sleep(600)\n")
+    done = gang(source, procs=2, env={"FLATOUT_EXPLAIN": "entry_of_test:explain", "PYTHONPATH": str(flatout.folder)})
+    assert "[rank0]: ValueError: seen\n" in done.err
+    assert "rank 0 (" in done.err
+    assert done.code == 1
 
 
 def test_the_first_that_came_to_the_top_may_ring_later(gang):
@@ -575,5 +587,6 @@ def test_words_of_one_that_has_lost_another(words):
 def test_what_is_shown():
     words = "Traceback (most recent call last):\n  x\nValueError: a\n"
     assert shown(words, "loss 1\n" + words + "flatout: because\n") == words + "flatout: because"
+    assert shown(words, "[rank1]: " + words.strip().replace("\n", "\n[rank1]: ") + "\nflatout: because\n") == words + "flatout: because"
     assert shown(words, "") == words.rstrip()
     assert shown("", "\n".join(map(str, range(100)))).splitlines() == [str(line) for line in range(70, 100)]
