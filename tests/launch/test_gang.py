@@ -308,7 +308,8 @@ def test_an_explanation_keeps_no_traceback_back(gang, flatout):
     """torch, once a process group is made, prints a traceback with the rank before each line, and only when every hook before its own is through."""
     (flatout.folder / "entry_of_test.py").write_text("import time\ndef explain(error):\n    time.sleep(600)\n")
     source = NOTES + ("import io\nbefore = sys.excepthook\ndef prefixing(*what):\n    really, sys.stderr = sys.stderr, io.StringIO()\n    before(*what)\n"
-                      "    said, sys.stderr = sys.stderr.getvalue(), really\n    sys.stderr.write(''.join(f'[rank{rank}]: {line}' for line in said.splitlines(True)))\n"
+                      "    said, sys.stderr = sys.stderr.getvalue(), really\n"
+                      "    sys.stderr.write(''.join(f'[rank{rank}]: {line}' for line in said.splitlines(True)))\n"
                       "sys.excepthook = prefixing\nif rank == '0':\n    raise ValueError('seen')\ntime.sleep(600)\n")
     done = gang(source, procs=2, env={"FLATOUT_EXPLAIN": "entry_of_test:explain", "PYTHONPATH": str(flatout.folder)})
     assert "[rank0]: ValueError: seen\n" in done.err
