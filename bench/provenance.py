@@ -50,6 +50,7 @@ THEMES = (
     ("loop_faults", "python bench/loop_faults.py", "Out of memory injected at hundreds of places of a training with the Loop, one rank of two among them"),
     ("distributed", "python bench/distributed.py DIR", "Public scripts for one process as several ranks: divided or refused, and the course of their losses"),
     ("two_hosts", "python bench/two_hosts.py", "A training over two hosts whose link is cut and which are killed: goes on, begins again or ends, never a hang"),
+    ("launcher", "python bench/launcher.py", "What outlives a launcher of several ranks that is killed; whether the rank that failed first is named"),
     ("guard", "python bench/guard.py", "False accepts and false rejects of the guard"),
     ("explain", "python bench/explain.py", "Failures really provoked: explained live and from their text, mends tried; recorded ones of what needs a GPU"),
     ("kernels", "python bench/kernels.py", "Each kernel against its reference, torch.compile and the device's own roofline"),

@@ -4,9 +4,10 @@ when processes end. Ending takes long, and the others fail meanwhile because thi
 The launch has a folder, named by FLATOUT_GANG. In it the rank rings the *bell*, a pipe that the launcher listens to (lines arrive there in the order in
 which ranks write them, so no clock is read), and leaves its words, `rank<k>.failed`, by atomic rename:
 
-    failing <rank> <pid>     an exception has reached the top; the words are being written
-    words   <rank> <pid>     they lie there
-    leaving <rank> <pid>     the program has ended, for whatever reason, and now its objects end
+    failing <rank> <pid>           an exception has reached the top; the words are being written
+    failing <rank> <pid> first     the same, of the first rank (what is explained and what is named must not differ)
+    words   <rank> <pid>           they lie there
+    leaving <rank> <pid>           the program has ended, for whatever reason, and now its objects end
 
 Like the last words, this file is read at the start of a program and imports nothing that is not there already.
 """
@@ -19,8 +20,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-BELL, CLAIM = "bell", "first"
-FAILING, WORDS, LEAVING = "failing", "words", "leaving"
+BELL, CLAIM = "bell", "claim"
+FAILING, WORDS, LEAVING, FIRST = "failing", "words", "leaving", "first"
 MOST_CHARACTERS = 100_000  # of a traceback
 
 
@@ -34,13 +35,16 @@ class FirstWords:
     def hear(self, error: BaseException) -> bool:
         """Tell of an exception that ends this process. Answers whether it may explain itself: of the ranks, the first that fails does. Raises nothing."""
         try:
-            self._ring(FAILING)
-            may_explain = not self.is_rank or self._claim()
+            if isinstance(error, KeyboardInterrupt):
+                self._ring(FAILING)
+                return False  # writing imports what calls eval(), after which CPython no longer ends by SIGINT but with 1 (run_eval_code_obj)
+            first = self.is_rank and self._claim()
+            self._ring(FAILING, FIRST if first else "")
             self._write(error)
             self._ring(WORDS)
         except Exception:
             return False  # the launch is over, or its disk full: then when this process ends has to do
-        return may_explain
+        return first or not self.is_rank
 
     def leave(self) -> None:
         """Tell that this process comes to its end."""
@@ -49,10 +53,10 @@ class FirstWords:
         except OSError:
             pass
 
-    def _ring(self, word: str) -> None:
+    def _ring(self, word: str, more: str = "") -> None:
         bell = os.open(os.path.join(self.gang, BELL), os.O_WRONLY | os.O_NONBLOCK)  # never waits: without a launcher it is an error
         try:
-            os.write(bell, f"{word} {self.rank} {os.getpid()}\n".encode())  # less than PIPE_BUF: lines of several ranks do not mix
+            os.write(bell, f"{word} {self.rank} {os.getpid()} {more}\n".encode())  # less than PIPE_BUF: lines of several ranks do not mix
         finally:
             os.close(bell)
 

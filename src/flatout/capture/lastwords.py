@@ -11,12 +11,13 @@ import atexit
 import os
 import sys
 
-from flatout.capture.firstwords import of_this_launch
 from flatout.capture.ledger import Ledger
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
+
+    from flatout.capture.firstwords import FirstWords
 
 REPORTS_OF_OTHERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
 
@@ -30,24 +31,29 @@ class LastWords:
         self.first = os.environ.get("FLATOUT_FIRST", "")
         self.ledger = Ledger()
         self.heard = False
-        self.launcher = of_this_launch()  # who hears of it first, where several ranks are one program
+        self.launcher = _launcher()
+        self.unexplained: BaseException | None = None
         self.before = self.ledger.set(sys, "excepthook", self.hear)
 
     def hear(self, kind: Any, error: Any, trace: Any) -> None:
         self.heard = True
-        silent = self.launcher is not None and not self.launcher.hear(error)
+        explains = self.launcher is None or self.launcher.hear(error)
         self.before(kind, error, trace)
-        if not silent:
+        if explains and self.launcher is None:
             self.explain(error)
+        elif explains:
+            self.unexplained = error  # for the end: torch prints a rank's traceback when all hooks are through, and a launcher waits for nobody
 
     def leave(self) -> None:
         """At the end: a program that has put a hook of its own in the place of ours has died unheard."""
+        if self.launcher is not None:
+            self.launcher.leave()
+        if self.unexplained is not None:
+            self.explain(self.unexplained)
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         # Test runners and debuggers set last_value for what they caught; what really ended the program went through the hook.
         if not self.heard and error is not None and sys.excepthook != self.hear and (self.launcher is None or self.launcher.hear(error)):
             self.explain(error)
-        if self.launcher is not None:
-            self.launcher.leave()
         if self._is_first():
             try:
                 os.unlink(self.told)
@@ -95,6 +101,15 @@ class LastWords:
 
     def _is_first(self) -> bool:
         return self.first == str(os.getpid())
+
+
+def _launcher() -> FirstWords | None:
+    """Who hears of a failure first, where several ranks are one program; a program that is alone imports nothing for it."""
+    if "FLATOUT_GANG" not in os.environ:
+        return None
+    from flatout.capture.firstwords import of_this_launch
+
+    return of_this_launch()
 
 
 def install(entry: str, home: str) -> None:

@@ -60,7 +60,7 @@ def division(command: Command, facts: Facts, asked: Asked) -> dict[str, Any]:
 
 def _rehearse(command: Command, facts: Facts, asked: Asked, folder: JobFolder) -> Rehearsed:
     with LiveProgress(Console(stderr=True), REHEARSAL_S) as progress:
-        return Rehearsal(command, lambda one: launcher_of(one, asked.procs, asked.gpus), asked.procs, folder, facts, stage=progress.stage).run()
+        return Rehearsal(command, lambda one: launcher_of(one, asked.procs, asked.gpus, facts.cores), asked.procs, folder, facts, stage=progress.stage).run()
 
 
 def divided_plan(plan: Plan, value: Mapping[str, Any]) -> tuple[Plan, list[str]]:
@@ -71,10 +71,11 @@ def divided_plan(plan: Plan, value: Mapping[str, Any]) -> tuple[Plan, list[str]]
     return Plan((*kept, Choice(LEVER, dict(value), Origin.USER))), left_out
 
 
-def run_divided(command: Command, asked: Asked, job: Path, environment: Mapping[str, str]) -> int:
+def run_divided(command: Command, facts: Facts, asked: Asked, job: Path, environment: Mapping[str, str]) -> int:
     """Start the ranks, and wait for them. ``environment`` names ``job``, which is removed at the end. Raises FlatoutError."""
     common = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or str(secrets.randbits(31))}
-    gang = Gang(command, asked.procs, {**environment, **common}, cuda_devices(os.environ, asked.procs) if asked.gpus else None)
+    gang = Gang(command, asked.procs, {**environment, **common}, cuda_devices(os.environ, asked.procs) if asked.gpus else None,
+                cores=facts.cores)
     try:
         code = gang.run()
     finally:

@@ -102,7 +102,7 @@ def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, asked: Any, place: Any
     if place is not None:
         agent = Command(cmd.typed, tuple(agent_command(place.nodes, cmd, divided=True)))
         return _become(agent, {**environment, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")})
-    return run_divided(cmd, asked, Path(environment["FLATOUT_JOB"]), environment)
+    return run_divided(cmd, facts, asked, Path(environment["FLATOUT_JOB"]), environment)
 
 
 def known_ideal(cmd: Command) -> dict[str, float]:

@@ -34,4 +34,4 @@ def heard(environment: Mapping[str, str]) -> dict[str, str]:
     before = environment.get("PYTHONPATH", "")  # kept as it is: an empty part of it is the current folder
     if before.split(os.pathsep)[0] != str(SITE):
         before = f"{SITE}{os.pathsep}{before}" if before else str(SITE)
-    return {**environment, "PYTHONPATH": before, "FLATOUT_EXPLAIN": EXPLAIN}
+    return {"FLATOUT_EXPLAIN": EXPLAIN, **environment, "PYTHONPATH": before}

@@ -16,6 +16,7 @@ LOST_ANOTHER = re.compile(
     r"Connection (?:closed|reset) by (?:remote )?peer|Connection was likely closed|remote process exited|ncclRemoteError|Broken pipe|Socket closed"
     r"|recvValue failed|sendBytes failed|the ranks have lost each other|rank \d+ has ended the training"
 )
+PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # torch puts it before each line of a traceback once a process group is made
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def signal_name(number: int) -> str:
 
 def shown(traceback: str, printed: str) -> str:
     """What a person who did not see a rank's output gets of it: from its last traceback on, with what was explained below; else its last lines."""
+    printed = PREFIX.sub("", printed)
     at = printed.rfind(traceback.strip()) if traceback else -1
     if traceback and at < 0:
         return traceback[-MOST_SHOWN:].rstrip()

@@ -2,7 +2,7 @@
 
 Rank 0 has the terminal; the others read nothing, and what they print is kept. They meet at a file in the private folder of the launch, so no port is
 opened. The first rank that fails decides: the others are told to end at once, what is left is killed, and the launch ends with that rank's exit code.
-No torch is imported here. Linux only: signals and ends are heard through signalfd and epoll, which gives events in the order in which they happened.
+No torch is imported here. Linux only.
 """
 
 from __future__ import annotations
@@ -20,18 +20,14 @@ from pathlib import Path
 from flatout.launch.bell import Bell
 from flatout.launch.command import Command, understand
 from flatout.launch.environment import QUIET, heard
-from flatout.launch.failure import ENDED, FAILING, LEAVING, Sign, exit_code, first_of, headline, shown
-from flatout.launch.hearing import ASKING_TO_END, Heard, Signals, end_like, hold, in_foreground
+from flatout.launch.failure import exit_code, first_of, headline, shown
+from flatout.launch.hearing import Signals, end_like, in_foreground
 from flatout.launch.identity import cores_here, cuda_devices, one_each, rank_environment
 from flatout.launch.keeper import Keeper, end_members
 from flatout.launch.rank import Rank
+from flatout.launch.watching import Watch
 from flatout.plan.errors import FlatoutError, StorageError, UsageError
 
-KILL_S = 1.5  # from the first failure on: with what killing takes, all is gone within two seconds
-SECOND_LOOK_S = 0.25  # for a cause, where the first to be heard has only lost another rank
-SILENCE_S = 30.0  # of ranks that go on without rank 0
-ONE_PRESS_S = 0.4  # `timeout` sends its signal twice
-STUCK_S = 5.0
 OUTPUT_S = 1.0  # for what is in the pipes yet
 
 
@@ -58,15 +54,14 @@ class Gang:
         self.devices = None if devices is None else one_each(devices, procs)
         self.environment, self.cores = heard(environment), cores_here() if cores is None else cores
         self.ranks: list[Rank] = []
-        self.signs: list[Sign] = []
         self.failed: int | None = None
         self.ended_by: int | None = None
-        self._asked: int | None = None  # the signal by which a person has asked for the end
-        self._passed: set[int] = set()
-        self._may_insist = self._failing = self._ending = self._stuck = False
 
     def run(self) -> int:
-        """Until the last rank has ended: 0, or the exit code as a shell would say it. Raises ProgramNotFound, StorageError."""
+        """Until the last rank has ended: 0, or the exit code as a shell would say it. Raises ProgramNotFound, StorageError.
+
+        Called from the main thread: the kernel ends ranks when the thread ends that has started them.
+        """
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="flatout-gang-"))
             self._bell = Bell(self.folder)
@@ -76,23 +71,26 @@ class Gang:
             keeper = Keeper(str(self.folder))
             whole = False
             try:
-                self._start(signals)
-                self._watch(signals)
-                code = self._verdict()
+                shares_group = in_foreground()
+                self._start(signals, own_groups=not shares_group)
+                watch = Watch(self.ranks, self.folder, self._bell, signals, shares_group, self.say)
+                watch.until_the_end()
+                code = self._verdict(watch)
                 whole = True
                 return code
             finally:
                 if not whole:
                     end_members(str(self.folder))
                 self._bell.close()
+                for rank in self.ranks:
+                    rank.close()
                 keeper.dismiss()
                 if self.failed is None:
                     shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _start(self, signals: Signals) -> None:
-        self._shares_group = in_foreground()
+    def _start(self, signals: Signals, own_groups: bool) -> None:
         for number in range(self.procs):
-            self.ranks.append(Rank(number, self.command.argv, self._environment_of(number), not self._shares_group, signals.give_back))
+            self.ranks.append(Rank(number, self.command.argv, self._environment_of(number), own_groups, signals.give_back))
         for rank in self.ranks:
             rank.keep(self.folder)
 
@@ -103,131 +101,18 @@ class Gang:
         quiet = QUIET if number else {}  # one process reports to an experiment tracker
         return {**own, **quiet, "FLATOUT_LAUNCHER": str(os.getpid()), "FLATOUT_TOLD": str(self.folder / "told"), "FLATOUT_FIRST": ""}
 
-    # -- watching ---------------------------------------------------------------------------------------------------
-
-    def _watch(self, signals: Signals) -> None:
-        with select.epoll() as events:
-            for descriptor in (signals.descriptor, self._bell.descriptor):
-                events.register(descriptor, select.EPOLLIN)
-            while self._living() and not self._stuck:
-                for descriptor, _ in events.poll():
-                    if descriptor == signals.descriptor:
-                        for each in signals.take():
-                            self._heard(each)
-                    else:
-                        for line in self._bell.lines():
-                            self._rung(*line)
-
-    def _living(self) -> list[Rank]:
-        return [rank for rank in self.ranks if rank.lives]
-
-    def _rung(self, word: str = "", number: str = "", pid: str = "") -> None:
-        """A rank has said something, or one of the programs that it has started; or a time is over."""
-        if word == "timer":
-            self._timed(number)
-        if not number.isdigit() or int(number) >= self.procs:
-            return
-        rank = self.ranks[int(number)]
-        own = pid == str(rank.process.pid)
-        if word == FAILING or (word == LEAVING and own):
-            self.signs.append(Sign(rank.number, word, own=own, told=rank.told))
-        elif word == "words" and own and not rank.told:
-            self._failure_seen(rank)
-
-    def _heard(self, heard: Heard) -> None:
-        if heard.number == signal.SIGCHLD:
-            self._ends()
-            return
-        if not (heard.typed and self._shares_group):
-            self._send(heard.number)
-        if heard.number == signal.SIGTSTP:
-            hold()
-            self._send(signal.SIGCONT)
-            return
-        self._passed.add(heard.number)
-        if heard.number in ASKING_TO_END and not self._failing:
-            if self._asked is None:
-                self._asked = heard.number
-                self._bell.after(ONE_PRESS_S, "insist")
-            elif self._may_insist:
-                self._kill()
-
-    def _send(self, number: int) -> None:
-        for rank in self.ranks:
-            rank.signal(number)
-
-    def _ends(self) -> None:
-        for rank in self._living():
-            code = rank.process.poll()
-            if code is None:
-                continue
-            self.signs.append(Sign(rank.number, ENDED, code, told=rank.told, killed=rank.killed))
-            if -code in self._passed and not self._failing and self._asked is None:
-                self._asked = -code  # a signal that it did not handle was meant to end it
-            if code != 0 and not rank.told:
-                self._failure_seen(rank)
-            elif rank.number == 0:
-                self._bell.after(SILENCE_S, "silence")
-
-    def _failure_seen(self, rank: Rank) -> None:
-        """The first one ends the launch. One that has only lost another rank may be heard before the one that was lost, which then has a moment left."""
-        if self._asked is not None or self._ending:
-            return
-        if not self._failing:
-            self._failing = True
-            self._bell.after(KILL_S, "kill")
-        if rank.lost_another(self.folder):
-            self._bell.after(SECOND_LOOK_S, "end")
-        else:
-            self._end_others()
-
-    def _end_others(self) -> None:
-        """Those who are on their way out by themselves have until the kill: how they end is what we want to know."""
-        if self._ending:
-            return
-        self._ending = True
-        leaving = {sign.rank for sign in self.signs if sign.own}
-        for rank in self._living():
-            if rank.number not in leaving:
-                rank.told = True
-                rank.signal(signal.SIGTERM)
-                rank.signal(signal.SIGCONT)  # one that is held would not hear of it
-
-    def _kill(self) -> None:
-        for rank in self._living():
-            rank.told = rank.killed = True
-            rank.signal(signal.SIGKILL)
-        self._bell.after(STUCK_S, "stuck")
-
-    def _timed(self, word: str) -> None:
-        if word == "end":
-            self._end_others()
-        elif word == "kill":
-            self._kill()
-        elif word == "insist":
-            self._may_insist = True
-        elif word == "silence" and not self._failing:
-            self.say(f"flatout: rank 0 has ended {SILENCE_S:.0f} s ago, and {self._titles()} still run. Waiting for them; Ctrl-C ends them.")
-        elif word == "stuck":
-            self._stuck = True
-            self.say(f"flatout: {self._titles()} cannot be killed: the kernel holds them, mostly for a driver or a file system. "
-                     "`ps -o pid,stat,wchan` shows where.")
-
-    def _titles(self) -> str:
-        return ", ".join(rank.title for rank in self._living())
-
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def _verdict(self) -> int:
+    def _verdict(self, watch: Watch) -> int:
         codes = [-signal.SIGKILL if rank.process.returncode is None else rank.process.returncode for rank in self.ranks]
         if not any(codes):
             return 0
         end_members(str(self.folder))
-        if self._asked is not None:
+        if watch.asked is not None:
             code = exit_code(next(code for code in codes if code))
-            self.ended_by = self._asked if code == 128 + self._asked else None
+            self.ended_by = watch.asked if code == 128 + watch.asked else None
             return code
-        first = first_of(self.signs, lambda number: self.ranks[number].lost_another(self.folder))
+        first = first_of(watch.signs, lambda number: self.ranks[number].lost_another(self.folder))
         if first is None:  # one that was on its way out, and did not come to its end
             first = next(number for number, code in enumerate(codes) if code)
         self.failed = first
@@ -246,9 +131,10 @@ class Gang:
             self.say(f"flatout: what the ranks printed, rank 0 apart: {self.folder}/rank*.log")
 
 
-def launcher_of(command: Command, procs: int, gpus: bool = False) -> Command:
+def launcher_of(command: Command, procs: int, gpus: bool = False, cores: int | None = None) -> Command:
     """The command that starts ``command`` as ranks: for a trial, which runs one program."""
-    words = (sys.executable, "-m", "flatout.launch.gang", "--gpus" if gpus else "--procs", str(procs), "--", *command.argv)
+    divided = ("--cores", str(cores)) if cores else ()
+    words = (sys.executable, "-m", "flatout.launch.gang", "--gpus" if gpus else "--procs", str(procs), *divided, "--", *command.argv)
     return Command(command.typed, words, command.script, command.module, command.closed)
 
 

@@ -86,8 +86,10 @@ def in_foreground() -> bool:
 
 
 def hold() -> None:
-    """Stop this process, as a terminal's Ctrl-Z would; returns when it is continued."""
-    os.kill(os.getpid(), signal.SIGSTOP)
+    """Stop this process, as a terminal's Ctrl-Z would; returns when it is continued. At once where nobody could continue it: the kernel knows that."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
+    os.kill(os.getpid(), signal.SIGTSTP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
 
 
 def end_like(number: int) -> None:

@@ -16,6 +16,7 @@ from flatout.plan.errors import ProgramNotFound
 class Rank:
     """Rank 0 has the launcher's input and output. The others read nothing, and what they print is kept once ``keep`` was called.
 
+    ``end`` is a descriptor that tells when it has ended, -1 on a kernel without (Linux < 5.3): then one can only ask whenever some child has.
     ``told``: it was told to end, so how it ends says nothing any more; ``killed``: it was not asked.
     """
 
@@ -40,6 +41,10 @@ class Rank:
         finally:
             if inside is not None:
                 os.close(inside)
+        try:
+            self.end = os.pidfd_open(self.process.pid)
+        except OSError:
+            self.end = -1
 
     @property
     def title(self) -> str:
@@ -64,6 +69,10 @@ class Rank:
             return ""
         self._drain.join(patience_s)
         return self._drain.content().decode(errors="replace")
+
+    def close(self) -> None:
+        if self.end >= 0:
+            os.close(self.end)
 
     def traceback(self, folder: Path) -> str:
         """What it said when its exception reached the top; "" where it has said nothing."""
