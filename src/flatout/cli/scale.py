@@ -148,7 +148,7 @@ def timing_of(profile: ProfileRecord) -> Timing:
     """By the shares of the phases, so that their sum is the step. Raises NothingMeasured where a step is not made of phases."""
     if profile.unit != "step":
         raise NothingMeasured("a step of this program is a closure that lasts seconds (LBFGS): its backward passes cannot be told from its steps.")
-    samples = profile.samples_per_s * (profile.step_ms or 0.0) / 1000 if profile.samples_per_s else None
+    samples = round(profile.samples_per_s * (profile.step_ms or 0.0) / 1000, 6) if profile.samples_per_s else None
     return _timing(profile.phases, profile.step_ms or 0.0, samples, int(profile.scene.get("backwards_per_step") or 1))
 
 

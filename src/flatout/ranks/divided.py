@@ -86,7 +86,10 @@ class Divided:
     def _make_equal(self, tensors: Iterable[Any]) -> None:
         """What rank 0 has, every rank has."""
         for tensor in tensors:
-            self.torch.distributed.broadcast(tensor.data, src=0)
+            dense = tensor.data.contiguous()  # itself, but for other memory formats, which not every backend takes
+            self.torch.distributed.broadcast(dense, src=0)
+            if dense.data_ptr() != tensor.data_ptr():
+                tensor.data.copy_(dense)
 
     def _wrap_forward(self, forward: Callable) -> Callable:
         divided, torch = self, self.torch

@@ -1,64 +1,81 @@
 """Random numbers for a share of a batch, as they would have been drawn for the whole.
 
-While this is on, an operator that draws a tensor with one row a sample draws it for the whole batch, and the rank takes its rows. All ranks then
+While this is on, an operator that draws numbers for the samples of a share draws them for the whole batch, and the rank takes its part. All ranks then
 draw alike, so each sample meets the very numbers that it would have met in one process: dropout masks, noise, everything. It costs the drawing of
 every rank's numbers, and a dispatch mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flatout.ranks.shares import Share
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Where a shape has the samples of a share: ``each`` entries a sample along ``dim``."""
+
+    dim: int
+    each: int
+    share: Share
+
+    @classmethod
+    def of(cls, shape: Sequence[int], share: Share) -> Rows | None:
+        """The first dimension where it has as many, else the only one that has; else the first, where samples were flattened into it (heads, tokens)."""
+        found = [dim for dim, size in enumerate(shape) if size == share.size]
+        if found and (found[0] == 0 or len(found) == 1):
+            return cls(found[0], 1, share)
+        if not found and shape and share.size > 1 and shape[0] and shape[0] % share.size == 0:
+            return cls(0, shape[0] // share.size, share)
+        return None
+
+    def whole(self, shape: Sequence[int]) -> list[int]:
+        return [self.share.samples * self.each if dim == self.dim else size for dim, size in enumerate(shape)]
+
+    def of_the_share(self, tensor: Any) -> Any:
+        return tensor.narrow(self.dim, self.share.start * self.each, self.share.size * self.each)
+
+
 def drawn_for_the_whole(torch: Any, share_of: Callable[[], Share | None]) -> Any:
     """A dispatch mode; ``share_of()`` is the share that is being computed."""
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_map
+    from torch.utils._pytree import tree_map_only
 
-    random_tag = torch.Tag.nondeterministic_seeded
+    draws, tensor_class = torch.Tag.nondeterministic_seeded, torch.Tensor
 
     class Whole(TorchDispatchMode):
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs, part = kwargs or {}, share_of()
-            if part is None or part.size == part.samples or random_tag not in operator.tags:
+            kwargs, share = kwargs or {}, share_of()
+            if share is None or share.size == share.samples or draws not in operator.tags:
                 return operator(*args, **kwargs)
-            rows = part.size
-            given = [thing for thing in args if _has_rows(torch, thing, rows)]
-            in_place = operator._schema.is_mutable and bool(given) and args and args[0] is given[0]
-            sizes = not given and _with_size(args, rows)
-            if not given and not sizes:
+            shape = next((found for each in args if (found := _shape(each, tensor_class)) is not None), None)
+            rows = Rows.of(shape, share) if shape is not None else None
+            if shape is None or rows is None:
                 return operator(*args, **kwargs)
-            if sizes:
-                made = operator(*_whole_sizes(args, part), **kwargs)
-            else:
-                made = operator(*(_whole(torch, thing, part) if _has_rows(torch, thing, rows) else thing for thing in args), **kwargs)
-
-            def own_rows(thing: Any) -> Any:
-                return thing[part.start:part.stop] if isinstance(thing, torch.Tensor) and thing.dim() and thing.shape[0] == part.samples else thing
-
-            taken = tree_map(own_rows, made)
-            return args[0].copy_(taken) if in_place else tree_map(lambda t: t.contiguous() if isinstance(t, torch.Tensor) else t, taken)
+            made = operator(*(_for_the_whole(each, shape, rows, tensor_class) for each in args), **kwargs)
+            whole = rows.whole(shape)
+            taken = tree_map_only(tensor_class, lambda t: rows.of_the_share(t).contiguous() if list(t.shape) == whole else t, made)
+            return args[0].copy_(taken) if operator._schema.is_mutable else taken
 
     return Whole()
 
 
-def _has_rows(torch: Any, thing: Any, rows: int) -> bool:
-    return isinstance(thing, torch.Tensor) and thing.dim() > 0 and thing.shape[0] == rows
+def _shape(thing: Any, tensor_class: Any) -> list[int] | None:
+    """Of a tensor that numbers are drawn into or for, or one that is asked for by its sizes."""
+    if isinstance(thing, tensor_class):
+        return list(thing.shape) if thing.dim() else None
+    return list(thing) if isinstance(thing, (list, tuple)) and thing and all(type(size) is int for size in thing) else None
 
 
-def _whole(torch: Any, tensor: Any, part: Share) -> Any:
-    """A tensor for all samples with this rank's rows in their place; what the others hold does not decide on ours."""
-    whole = tensor.new_zeros((part.samples, *tensor.shape[1:]))
-    whole[part.start:part.stop] = tensor
+def _for_the_whole(thing: Any, shape: list[int], rows: Rows, tensor_class: Any) -> Any:
+    """A tensor for all samples with this rank's part in its place, which is all that decides on it; or the sizes of one."""
+    if _shape(thing, tensor_class) != shape:
+        return thing
+    if not isinstance(thing, tensor_class):
+        return rows.whole(shape)
+    whole = thing.new_zeros(rows.whole(shape))
+    rows.of_the_share(whole).copy_(thing)
     return whole
-
-
-def _with_size(args: Any, rows: int) -> bool:
-    return any(isinstance(each, (list, tuple)) and each and each[0] == rows and all(isinstance(size, int) for size in each) for each in args)
-
-
-def _whole_sizes(args: Any, part: Share) -> list[Any]:
-    return [[part.samples, *each[1:]] if isinstance(each, (list, tuple)) and each and each[0] == part.size else each for each in args]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,11 +13,20 @@ PATIENCE_S = 1800.0  # torch's own: a rank may evaluate for long before it comes
 
 def join(torch: Any, here: Standing, device_type: str, ledger: Any) -> None:
     """Meet the others. The script must not see it: what asks whether there are ranks would begin to divide by itself."""
-    distributed = torch.distributed
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" and distributed.is_nccl_available() else "gloo"
-    distributed.init_process_group(backend, store=store(torch, here, PATIENCE_S), rank=here.rank, world_size=here.world_size)
+    distributed, place = torch.distributed, store(torch, here, PATIENCE_S)
+    backend = "gloo" if device_type != "cuda" else _backend_of_cuda(torch, here, place)
+    distributed.init_process_group(backend, store=place, rank=here.rank, world_size=here.world_size)
     ledger.call("process group", distributed.destroy_process_group)
     ledger.set(distributed, "is_initialized", lambda: False)
+
+
+def _backend_of_cuda(torch: Any, here: Standing, place: Any) -> str:
+    """NCCL wants a device for each rank; ranks that share one exchange through gloo."""
+    if not torch.distributed.is_nccl_available():
+        return "gloo"
+    place.set(f"device {here.rank}", f"{os.uname().nodename} {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
+    devices = {place.get(f"device {rank}") for rank in range(here.world_size)}
+    return "cpu:gloo,cuda:nccl" if len(devices) == here.world_size else "gloo"
 
 
 def store(torch: Any, where: Standing, timeout_s: float) -> Any:
