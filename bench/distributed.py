@@ -40,6 +40,7 @@ from flatout.trial.witness import ENTRY
 from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed, last_line
 
 ROUNDING, SPREADS = 1e-4, 1.5
+HOW = {"index": "as a {}, by index", "cut": "as a {}, cut after fetching", "door": "as a {}, at the model's door", "whole": "the model alone"}
 STEPS, SECONDS = 30, 60.0
 PATIENCE_S = 900.0
 
@@ -64,7 +65,8 @@ def run(script: dict[str, Any], folder: Path, procs: int, facts: Facts) -> dict[
             found = Rehearsal(command, lambda one: launcher_of(one, procs), procs, job, facts, stage=lambda name, what: print(f"    {what}", flush=True)).run()
             entry: dict[str, Any] = {"rehearsed": found.to_json()}
             if found.division is not None:
-                alike = {**found.division, "batchnorm": "all", "draws": "all", "batches": "door" if found.division["batches"] == "door" else "cut"}
+                at = "cut" if found.division["batches"] == "index" else found.division["batches"]
+                alike = {**found.division, "batchnorm": "all", "draws": "all", "batches": at}
                 for name, division in (("exact", alike), ("ranks", found.division)):
                     entry[name] = course(launcher_of(command, procs), Plan((Choice(LEVER, division),)), job, facts, 0)
                 entry["one"] = [course(command, Plan(), job, facts, seed) for seed in (0, 1, 2)]
@@ -88,7 +90,7 @@ def row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
     exact, own = apart(entry["exact"], one[0]), apart(entry["ranks"], one[0])
     spread = max(apart(one[a], one[b]) for a, b in ((1, 0), (2, 0), (2, 1)))
     verdict = "the same" if own <= ROUNDING else "other draws" if own <= SPREADS * spread else "**other**"
-    how = f"a {found.division['reduction']}, batches divided {'by index' if found.division['batches'] == 'index' else 'by ' + found.division['batches']}"
+    how = HOW[found.division["batches"]].format(found.division["reduction"])
     return (name, how, error, f"{exact:.1e}", f"{own:.1e}", f"{spread:.1e}", verdict, "; ".join(found.notes))
 
 

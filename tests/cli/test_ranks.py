@@ -48,16 +48,20 @@ CONTRASTS = """
 import torch
 from torch import nn
 torch.manual_seed(0)
-loader = torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=16)
-model = nn.Linear(8, 4)
+loader = torch.utils.data.DataLoader(torch.randn(70, 8), batch_size=20, shuffle=True)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for epoch in range(100):
+for epoch in range(3):
+    nearest = 0
     for x in loader:
         z = nn.functional.normalize(model(x))
         loss = nn.functional.cross_entropy(z @ z.t() * 5, torch.arange(len(z)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        nearest += ((z @ z.t() - 2 * torch.eye(len(z))).argmax(1) > 9).sum().item()
+        print(f"{len(x)} {loss.item():.4f}")
+    print("nearest", nearest)
 """
 
 
@@ -94,9 +98,25 @@ def test_a_script_for_one_process_as_two(flatout, script):
     assert fails.left == []
 
 
-def test_what_does_not_divide_is_not_run(flatout, script):
+def test_a_loss_between_samples_sees_whole_batches(flatout, script):
+    """It is neither a mean nor a sum over samples; the model is divided all the same, and everything that is printed is what one process prints."""
     script(CONTRASTS)
-    done = flatout("run", "--procs", "2", "python", "train.py", timeout=150)
+    one = flatout("train.py", python=[sys.executable])
+    two = flatout("run", "--procs", "2", "python", "train.py", timeout=170)
+    assert (one.code, two.code) == (0, 0), two.err
+    assert "batches=whole" in two.err
+    assert re.sub(r"0\.|\d\.\d+", "", two.out) == re.sub(r"0\.|\d\.\d+", "", one.out)  # sizes and counts to the last digit
+    assert numbers(two.out) == pytest.approx(numbers(one.out), abs=2e-4)
+    assert two.left == []
+
+
+def test_what_does_not_divide_is_not_run(flatout, script):
+    """A model that looks from one sample to another."""
+    script(CONTRASTS.replace("nn.Tanh()", "Mixing()").replace("torch.manual_seed(0)", """torch.manual_seed(0)
+class Mixing(nn.Module):
+    def forward(self, x):
+        return torch.tanh(x - x.roll(1, 0))"""))
+    done = flatout("run", "--procs", "2", "python", "train.py", timeout=170)
     assert done.code == 6
     assert "neither a mean nor a sum over samples" in done.err
     record = json.loads(next((flatout.folder / ".flatout").glob("*/ranks.json")).read_text())["rehearsed"]

@@ -22,7 +22,8 @@ def a_case(draw: random.Random) -> dict:
     batch = draw.randint(4, 13)
     exact = draw.random() < 0.4  # batch statistics and random numbers as in one process
     division = {"reduction": loss, "loaders": "0"}
-    division |= {"batches": "cut", "batchnorm": "all", "draws": "all"} if exact else {"batches": draw.choice(("index", "index", "cut"))}
+    division |= ({"batches": draw.choice(("cut", "whole")), "batchnorm": "all", "draws": "all"} if exact else
+                 {"batches": draw.choice(("index", "index", "cut", "whole"))})
     return {
         "seed": draw.randrange(1000), "dtype": "float64" if exact else draw.choice(("float64", "float32")), "batchnorm": exact,
         "dropout": 0.3 if exact else 0.0,
@@ -47,6 +48,7 @@ def plain(tmp_path_factory):
     cases[0] |= {"clip": None, "loss": "mean", "division": {**cases[0]["division"], "reduction": "sum"}, "wrong": True}  # what must be seen to be wrong
     cases[1]["workers"] = 1
     cases[2] |= {"batch": 5, "length": 11, "drop_last": False, "batchnorm": False, "dropout": 0.0}  # the last batch has one sample, fewer than there are ranks
+    cases[3] |= {"loss": "contrast", "window": 1, "division": {"batches": "whole", "batchnorm": "all", "draws": "all"}, "drop_last": True}
     folder = tmp_path_factory.mktemp("plain")
     trained(cases, folder, 1)
     return cases, [json.loads((folder / f"{at}.plain.json").read_text()) for at in range(CASES)]
@@ -76,7 +78,7 @@ def test_ranks_compute_what_one_process_computes(plain, tmp_path, procs, some):
         for epoch, whole in enumerate(one["epochs"]):
             for step, batch in enumerate(whole):
                 shares = [rank["epochs"][epoch][step] for rank in ranks]
-                if len(batch) < procs:
+                if len(batch) < procs or case["division"]["batches"] == "whole":
                     assert all(share == batch for share in shares), case
                 else:
                     assert [number for share in shares for number in share] == batch, case

@@ -34,6 +34,13 @@ class Numbered(torch.utils.data.Dataset):
         return self.x[index], self.y[index], index
 
 
+def loss_of(out, y, kind):
+    if kind == "contrast":  # every sample is compared with all others
+        z = nn.functional.normalize(out)
+        return nn.functional.cross_entropy(5 * z @ z.t(), torch.arange(len(z)))
+    return nn.functional.cross_entropy(out, y, reduction=kind)
+
+
 def train(case):
     torch.manual_seed(case["seed"])
     dtype = getattr(torch, case["dtype"])
@@ -52,7 +59,7 @@ def train(case):
         found["epochs"].append([])
         for at, (x, y, numbers) in enumerate(loader):
             found["epochs"][-1].append(numbers.tolist())
-            loss = nn.functional.cross_entropy(head(body(x)), y, reduction=case["loss"])
+            loss = loss_of(head(body(x)), y, case["loss"])
             (loss if case["window"] == 1 else loss / case["window"]).backward()
             if case["window"] == 1:
                 found["losses"].append(loss.item())

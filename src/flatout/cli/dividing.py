@@ -32,11 +32,13 @@ REHEARSAL_S = 120.0  # about; shown, not enforced
 
 @dataclass(frozen=True)
 class Asked:
-    """``procs`` ranks; ``gpus``: with a CUDA device each. ``sync_batchnorm``: batch normalisation looks at all ranks."""
+    """``procs`` ranks; ``gpus``: with a CUDA device each. ``sync_batchnorm``: batch normalisation looks at all ranks. ``whole``: the script sees whole
+    batches."""
 
     procs: int
     gpus: bool = False
     sync_batchnorm: bool = False
+    whole: bool = False
     again: bool = False  # rehearse though it was done before
 
 
@@ -45,7 +47,8 @@ def division(command: Command, facts: Facts, asked: Asked) -> dict[str, Any]:
 
     Raises CannotDivide, ProgramFailed.
     """
-    folder, key = writable(job_folder(command), asked=False), {**key_of(command, facts), "procs": str(asked.procs), "gpus": str(asked.gpus)}
+    folder = writable(job_folder(command), asked=False)
+    key = {**key_of(command, facts), "procs": str(asked.procs), "gpus": str(asked.gpus), "whole": str(asked.whole)}
     known = read_json(folder.ranks)
     if isinstance(known, dict) and known.get("key") == key and not asked.again:
         found = Rehearsed.from_json(known["rehearsed"])
@@ -60,7 +63,8 @@ def division(command: Command, facts: Facts, asked: Asked) -> dict[str, Any]:
 
 def _rehearse(command: Command, facts: Facts, asked: Asked, folder: JobFolder) -> Rehearsed:
     with LiveProgress(Console(stderr=True), REHEARSAL_S) as progress:
-        return Rehearsal(command, lambda one: launcher_of(one, asked.procs, asked.gpus, facts.cores), asked.procs, folder, facts, stage=progress.stage).run()
+        return Rehearsal(command, lambda one: launcher_of(one, asked.procs, asked.gpus, facts.cores), asked.procs, folder, facts, whole=asked.whole,
+                         stage=progress.stage).run()
 
 
 def divided_plan(plan: Plan, value: Mapping[str, Any]) -> tuple[Plan, list[str]]:

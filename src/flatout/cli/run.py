@@ -35,11 +35,12 @@ ENTRY = "flatout.cli.attached:attach"
 @click.option("--procs", default=1, show_default=True, type=click.IntRange(1), help="Train as so many ranks on this machine what was written for one process.")
 @click.option("--gpus", default=0, type=click.IntRange(0), help="The same with one CUDA device each.")
 @click.option("--sync-batchnorm", is_flag=True, help="With several ranks: batch normalisation over the whole batch, for an exchange a layer.")
+@click.option("--whole", is_flag=True, help="With several ranks: the script sees whole batches on each; all that it counts is of the whole.")
 @click.option("--rehearse", is_flag=True, help="With several ranks: compare them with one process once more, though it was done before.")
 @places.options
 @click.option("--watch", is_flag=True, help="A live line on standard error: samples/s, waiting for data, cores, memory, MFU where FLOPs are known.")
 @program
-def command(plan_path: str | None, budget: float | None, procs: int, gpus: int, sync_batchnorm: bool, rehearse: bool, watch: bool,
+def command(plan_path: str | None, budget: float | None, procs: int, gpus: int, sync_batchnorm: bool, whole: bool, rehearse: bool, watch: bool,
             words: tuple[str, ...], **elsewhere: Any) -> int:
     """Run a program under its plan.
 
@@ -50,7 +51,7 @@ def command(plan_path: str | None, budget: float | None, procs: int, gpus: int, 
     place = places.place_of(elsewhere, procs if procs > 1 else None, gpus or None)
     if place is not None and place.cluster in ("slurm", "k8s"):
         return places.go(place, cmd, os.environ, ["--plan", plan_path] if plan_path is not None else [])
-    ranks = _ranks_asked(procs, gpus, sync_batchnorm, rehearse)
+    ranks = _ranks_asked(procs, gpus, sync_batchnorm, whole, rehearse)
     facts = look()
     plan, remark = _plan_for(cmd, facts, plan_path)
     if plan is None and budget:
@@ -70,7 +71,7 @@ def command(plan_path: str | None, budget: float | None, procs: int, gpus: int, 
     return _become(cmd, _environment(plan or Plan(), facts, known_ideal(cmd) if watch else None))
 
 
-def _ranks_asked(procs: int, gpus: int, sync_batchnorm: bool, again: bool) -> Any:
+def _ranks_asked(procs: int, gpus: int, sync_batchnorm: bool, whole: bool, again: bool) -> Any:
     """None for one process. Raises UsageError."""
     if gpus and procs > 1 and gpus != procs:
         raise UsageError(f"--procs {procs} and --gpus {gpus} do not agree; --gpus {gpus} alone starts {gpus} ranks with a GPU each.")
@@ -78,7 +79,7 @@ def _ranks_asked(procs: int, gpus: int, sync_batchnorm: bool, again: bool) -> An
         return None
     from flatout.cli.dividing import Asked
 
-    return Asked(max(procs, gpus), bool(gpus), sync_batchnorm, again)
+    return Asked(max(procs, gpus), bool(gpus), sync_batchnorm, whole, again)
 
 
 def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, asked: Any, place: Any, watch: dict[str, float] | None) -> int:

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any
 
 from flatout.plan.standing import Standing
-from flatout.ranks.division import CUT, DOOR, INDEX, OWN, Division
+from flatout.ranks.division import CUT, INDEX, OWN, Division
 from flatout.ranks.draws import drawn_for_the_whole
 from flatout.ranks.shares import CannotDivide, DividedBatches, DividedIterator, Share, share
 from flatout.ranks.streams import HostStreams, Streams, offset
@@ -19,6 +19,7 @@ class Batches:
     def __init__(self, torch: Any, scene: Any, here: Standing, division: Division) -> None:
         self.torch, self.scene, self.here, self.division = torch, scene, here, division
         self.share: Share | None = None
+        self.inside = False  # the door: in a forward pass of the model
         self.streams, self.host = Streams(torch, here.rank), HostStreams(here.rank)
 
     def install(self, ledger: Any) -> None:
@@ -32,7 +33,7 @@ class Batches:
             fetcher = torch.utils.data._utils.fetch._MapDatasetFetcher
             ledger.set(fetcher, "fetch", self._wrap_fetch(fetcher.fetch))
         else:
-            mode = drawn_for_the_whole(torch, lambda: self.share)
+            mode = drawn_for_the_whole(torch, lambda: self.share if self.inside or self.division.batches in (INDEX, CUT) else None)
             mode.__enter__()
             ledger.call("dispatch mode", lambda: mode.__exit__(None, None, None))
 
@@ -48,7 +49,7 @@ class Batches:
 
     def _trains(self, loader: Any) -> bool:
         """An evaluation runs without gradients, or over another loader."""
-        return self.torch.is_grad_enabled() and self.division.batches != DOOR and self.scene.first_loader_like(loader) in self.division.loaders
+        return self.torch.is_grad_enabled() and self.division.batches in (INDEX, CUT) and self.scene.first_loader_like(loader) in self.division.loaders
 
     def _wrap_iterator_init(self, init: Callable) -> Callable:
         batches, here, division = self, self.here, self.division

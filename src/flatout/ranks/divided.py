@@ -18,11 +18,15 @@ from typing import Any
 
 from flatout.plan.standing import Standing
 from flatout.ranks.batches import Batches
-from flatout.ranks.division import ALL, DOOR, OWN, SUM, Division
+from flatout.ranks.division import ALL, CUT, DOOR, INDEX, OWN, SUM, WHOLE, Division
 from flatout.ranks.exchange import Exchange
+from flatout.ranks.gathering import put_together
 from flatout.ranks.meeting import join
 from flatout.ranks.normalisation import over_all_ranks
 
+NAME = "data_parallel"
+COUNTS = "what the script counts itself in a training batch (right answers, samples) it counts over rank 0's share; with --whole it sees whole batches"
+STATISTICS = "batch normalisation takes the statistics of each rank's share; with --sync-batchnorm those of the whole batch"
 SEARCHING_STEPS = 3  # modules that train are looked for in these
 
 
@@ -46,6 +50,8 @@ class Divided:
         self.batches.install(self.ledger)
         self.ledger.set(self.torch.autograd, "backward", self._wrap_backward(self.torch.autograd.backward))
         self._search()
+        if self.division.batches in (INDEX, CUT):
+            self.scene.report(NAME, COUNTS)
 
     # -- the model --------------------------------------------------------------------------------------------------
 
@@ -81,6 +87,8 @@ class Divided:
         self._make_equal([*parameters, *module.buffers()])
         if self.division.batchnorm == ALL:
             over_all_ranks(self.torch, module, self.ledger)
+        elif any(isinstance(each, self.torch.nn.modules.batchnorm._BatchNorm) for each in module.modules()):
+            self.scene.report(NAME, STATISTICS)
         self.scene.wrap_forward(module, self._wrap_forward, self.ledger)
 
     def _make_equal(self, tensors: Iterable[Any]) -> None:
@@ -98,17 +106,20 @@ class Divided:
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
             if divided.depth:
                 return forward(*args, **kwargs)
-            at_the_door = divided.division.batches == DOOR and torch.is_grad_enabled() and not divided.in_backward
+            at_the_door = divided.division.batches in (DOOR, WHOLE) and torch.is_grad_enabled() and not divided.in_backward
             if not torch.is_grad_enabled():
                 divided._before_evaluation()
             elif at_the_door:
                 args, kwargs = divided._through_the_door(args, kwargs)
             divided.depth += 1
+            divided.batches.inside = at_the_door
             try:
                 with divided.batches.streams.own() if at_the_door and divided.division.draws == OWN else nullcontext():
-                    return forward(*args, **kwargs)
+                    output = forward(*args, **kwargs)
             finally:
                 divided.depth -= 1
+                divided.batches.inside = False
+            return divided._behind_the_door(output) if at_the_door else output
 
         return forward_divided
 
@@ -123,6 +134,12 @@ class Divided:
             return args, kwargs
         cut = self.batches.cut
         return tuple(cut(each, samples) for each in args), {name: cut(each, samples) for name, each in kwargs.items()}
+
+    def _behind_the_door(self, output: Any) -> Any:
+        part = self.batches.share
+        if self.division.batches != WHOLE or part is None or part.size == part.samples:
+            return output
+        return put_together(self.torch, output, part, self.here.world_size)
 
     def _live_roots(self) -> list[Any]:
         return [root for ref in self.roots if (root := ref()) is not None]
@@ -154,6 +171,8 @@ class Divided:
         """What the share's loss is multiplied with, so that the average over all ranks is the loss of the whole batch."""
         assert self.batches.share is not None
         weight = self.batches.share.weight
+        if self.division.batches == WHOLE:
+            return float(self.here.world_size) if weight else 0.0
         return (float(self.here.world_size) if weight else 0.0) if self.division.reduction == SUM else weight * self.here.world_size
 
     def _exchange_of_now(self) -> Exchange:
@@ -170,6 +189,8 @@ class Divided:
             self.exchange = None
 
     def _average(self, exchange: Exchange, losses: list[Any], factor: float) -> None:
+        if self.division.batches == WHOLE:  # every rank has the loss of the whole batch
+            losses = []
         averages = exchange.average([loss.detach() * factor for loss in losses])
         for loss, average in zip(losses, averages, strict=True):
             loss.data.copy_(average)  # what the script prints, and decides by

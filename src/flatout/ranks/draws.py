@@ -7,36 +7,10 @@ every rank's numbers, and a dispatch mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from flatout.ranks.shares import Share
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Where a shape has the samples of a share: ``each`` entries a sample along ``dim``."""
-
-    dim: int
-    each: int
-    share: Share
-
-    @classmethod
-    def of(cls, shape: Sequence[int], share: Share) -> Rows | None:
-        """The first dimension where it has as many, else the only one that has; else the first, where samples were flattened into it (heads, tokens)."""
-        found = [dim for dim, size in enumerate(shape) if size == share.size]
-        if found and (found[0] == 0 or len(found) == 1):
-            return cls(found[0], 1, share)
-        if not found and shape and share.size > 1 and shape[0] and shape[0] % share.size == 0:
-            return cls(0, shape[0] // share.size, share)
-        return None
-
-    def whole(self, shape: Sequence[int]) -> list[int]:
-        return [self.share.samples * self.each if dim == self.dim else size for dim, size in enumerate(shape)]
-
-    def of_the_share(self, tensor: Any) -> Any:
-        return tensor.narrow(self.dim, self.share.start * self.each, self.share.size * self.each)
+from flatout.ranks.shares import Rows, Share
 
 
 def drawn_for_the_whole(torch: Any, share_of: Callable[[], Share | None]) -> Any:

@@ -7,7 +7,7 @@ samples than ranks is computed whole by everyone and counts on rank 0 alone, so 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,31 @@ def share(samples: int, rank: int, world: int) -> Share:
     start = rank * each + min(rank, more)
     stop = start + each + (rank < more)
     return Share(samples, start, stop, (stop - start) / samples)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where a shape has the samples of a share: ``each`` entries a sample along ``dim``."""
+
+    dim: int
+    each: int
+    share: Share
+
+    @classmethod
+    def of(cls, shape: Sequence[int], share: Share) -> Rows | None:
+        """The first dimension where it has as many, else the only one that has; else the first, where samples were flattened into it (heads, tokens)."""
+        found = [dim for dim, size in enumerate(shape) if size == share.size]
+        if found and (found[0] == 0 or len(found) == 1):
+            return cls(found[0], 1, share)
+        if not found and shape and share.size > 1 and shape[0] and shape[0] % share.size == 0:
+            return cls(0, shape[0] // share.size, share)
+        return None
+
+    def whole(self, shape: Sequence[int]) -> list[int]:
+        return [self.share.samples * self.each if dim == self.dim else size for dim, size in enumerate(shape)]
+
+    def of_the_share(self, tensor: Any) -> Any:
+        return tensor.narrow(self.dim, self.share.start * self.each, self.share.size * self.each)
 
 
 class DividedBatches:

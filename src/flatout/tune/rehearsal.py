@@ -6,7 +6,8 @@ how the loss divides:
 
     equal                               a mean over samples
     alike, but the losses 1/N as large  a sum over samples; rehearsed once more as one
-    anything else                       it does not divide, and the program is not run as ranks
+    anything else                       the loss does not divide: the model alone is divided, and its outputs are put together again (*whole*)
+    not that either                     the program is not run as ranks
 
 The real job then fetches by index where it can, and draws its own random numbers; that is the division the rehearsal answers with.
 """
@@ -30,6 +31,7 @@ from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.witness import ENTRY, STEPS
 
 LEVER = "data_parallel"
+WAYS = {"cut": "as a {} over samples", "door": "divided as batches enter the model, as a {} over samples", "whole": "the model's outputs put together again"}
 OWN_BATCHES = "it makes its batches itself, without a DataLoader, and they cannot be divided as they enter its model"
 START_S = 900.0
 GRADIENT, LOSS = 1e-3, 1e-3  # relative; what does not divide is off by far more, what does by rounding alone
@@ -53,11 +55,12 @@ class Rehearsed(Record):
 
 
 class Rehearsal:
-    """``ranks_of(command)`` is the command that starts the same program as ranks."""
+    """``ranks_of(command)`` is the command that starts the same program as ranks. ``whole``: the script is to see whole batches on every rank."""
 
-    def __init__(self, command: Command, ranks_of: Callable[[Command], Command], procs: int, job: JobFolder, facts: Facts, seed: int = 0,
+    def __init__(self, command: Command, ranks_of: Callable[[Command], Command], procs: int, job: JobFolder, facts: Facts, seed: int = 0, whole: bool = False,
                  stage: Callable[[str, str], None] = lambda name, detail: None) -> None:
         self.command, self.ranks_of, self.procs, self.job, self.facts, self.seed, self.stage = command, ranks_of, procs, job, facts, seed, stage
+        self.whole = whole
         self.found = Rehearsed(procs)
         self.rounding: tuple[float, float] | None = None  # how far one process carries it: gradients of the first step, losses
 
@@ -74,32 +77,41 @@ class Rehearsal:
         if witness["divides_itself"]:
             return self._refused("it divides itself already (it has called torch.distributed.init_process_group); start it the way it is meant to be, as in "
                                  "`flatout run torchrun --nproc-per-node N ...`")
-        first = self._exact_division(witness)
-        for reduction in ("mean", "sum"):
-            division = {**first, "reduction": reduction}
-            self.stage("rehearsing", f"the same steps as {self.procs} ranks, as a {reduction} over samples")
-            try:
-                ranks = self._heard(self.ranks_of(self.command), Plan((Choice(LEVER, division),)))
-            except ProgramGone as gone:
-                return self._refused(self._why_failed(gone.record, witness))
-            if not ranks["applied"]:
-                return self._refused(ranks["skipped"][0]["reason"] if ranks["skipped"] else "nothing was applied")
-            self._compare(witness, ranks)
-            if self._holds() or self._carries_rounding_as_far(witness):
-                self.found.division = self._real_division(division, witness)
-                return self.found
-            if not self._looks_like_a_sum():
-                break
-        return self._refused(self._why(witness))
+        why = ""
+        for batches in self._ways(witness):
+            for reduction in ("mean", "sum"):
+                division = {"batches": batches, "reduction": reduction, "loaders": ",".join(map(str, witness["fed"])), "batchnorm": "all", "draws": "all"}
+                self.stage("rehearsing", f"the same steps as {self.procs} ranks, {WAYS[batches].format(reduction)}")
+                refused = self._tried(division, witness)
+                if refused is None:
+                    self.found.division = self._real_division(division, witness)
+                    self.found.why_not = ""
+                    return self.found
+                why = why or refused
+                if batches == "whole" or not self._looks_like_a_sum():
+                    break
+        return self._refused(why)
+
+    def _ways(self, witness: dict[str, Any]) -> tuple[str, ...]:
+        """Where batches are divided, the fastest first. What the script sees whole, every rank fetches whole."""
+        return ("whole",) if self.whole else ("cut", "whole") if witness["fed"] else ("door", "whole")
+
+    def _tried(self, division: dict[str, Any], witness: dict[str, Any]) -> str | None:
+        """Nothing where this division computes what one process computes, else why it does not."""
+        self.found.ranks_losses = []
+        try:
+            ranks = self._heard(self.ranks_of(self.command), Plan((Choice(LEVER, division),)))
+        except ProgramGone as gone:
+            return self._why_failed(gone.record, witness)
+        if not ranks["applied"]:
+            return str(ranks["skipped"][0]["reason"]) if ranks["skipped"] else "nothing was applied"
+        self._compare(witness, ranks)
+        return None if self._holds() or self._carries_rounding_as_far(witness) else self._why(witness)
 
     def _heard(self, command: Command, plan: Plan, shake: float = 0.0) -> dict[str, Any]:
         """Raises ProgramGone."""
         with Trial(command, self.job.new_trial(), plan, self.facts, seed=self.seed, entry=ENTRY, shake=shake) as trial:
             return trial.wait_ready(seconds() + START_S)
-
-    def _exact_division(self, witness: dict[str, Any]) -> dict[str, Any]:
-        fed = witness["fed"]
-        return {"batches": "cut" if fed else "door", "loaders": ",".join(map(str, fed)), "batchnorm": "all", "draws": "all"}
 
     def _real_division(self, rehearsed: dict[str, Any], witness: dict[str, Any]) -> dict[str, Any]:
         by_index = rehearsed["batches"] == "cut" and all(_by_index(witness["loaders"][at]) for at in witness["fed"])
