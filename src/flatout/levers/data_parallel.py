@@ -2,9 +2,10 @@
 
 What it does: `flatout run --procs N` starts the program N times; each rank runs all of it on its share of every training batch. Gradients are averaged after
     each backward pass, weighted by what each rank had, so that the update is that of the whole batch; parameters start equal; the loss that the script
-    reads is that of the whole batch; evaluations run whole on every rank; only rank 0 prints and saves. A loss between samples divides the model alone. `{reduction = "mean"}` or `"sum"` says how
+    reads is that of the whole batch; evaluations run whole on every rank; only rank 0 prints and saves. `{reduction = "mean"}` or `"sum"` says how
     the loss divides; `batches` says where batches are divided, `loaders` which DataLoaders train, `batchnorm` and `draws` whether statistics and random
-    numbers are each rank's own or those of all. Before the first run a rehearsal compares some steps with those of one process, and fills this in.
+    numbers are each rank's own or those of all. With `batches = "whole"` the model alone is divided, and the loss may look from sample to sample.
+    Before the first run a rehearsal compares some steps with those of one process, and fills this in.
 Why it is faster: the ranks compute their shares at the same time.
 When it does not help: where the batch is too small to be divided, where exchanging the gradients takes longer than computing them, where one
     device's work waits for a loader that all ranks share. `flatout scale` says beforehand.
