@@ -6,8 +6,11 @@ the first rank makes them, and the others, who have not found them a moment ago,
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import wraps
@@ -16,6 +19,7 @@ from typing import Any
 from flatout.capture.ledger import Ledger
 from flatout.capture.overlay import Overlay
 from flatout.capture.shelter import Shelter
+from flatout.plan.standing import Standing
 
 PATIENCE_S = 0.5  # for the one who has made a folder to say so
 
@@ -79,6 +83,17 @@ class Aside(Shelter):
     def _rmdir(self, really: Any, path: Any, *, dir_fd: int | None = None) -> None:
         if dir_fd is None:
             self.overlay.hide_folder(path)
+
+
+def launch_folder(here: Standing) -> str:
+    """The private folder that the ranks of a launch have in common on this machine; who started them has made it, or named only where they meet."""
+    made = os.environ.get("FLATOUT_GANG")
+    if made:
+        return made
+    folder = os.path.join(tempfile.gettempdir(), f"flatout-ranks-{hashlib.sha256(here.meeting.encode()).hexdigest()[:16]}")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    atexit.register(shutil.rmtree, os.path.join(folder, f"rank{here.rank}.files"), ignore_errors=True)
+    return folder
 
 
 def keep_aside(torch: Any, launch: str, rank: int, ledger: Ledger) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from flatout.capture.aside import keep_aside
+from flatout.capture.aside import keep_aside, launch_folder
 from flatout.capture.bootstrap import say, speaks_first
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
@@ -14,6 +14,7 @@ from flatout.engine.applier import EARLY, LATE, Applier, Outcome, one_line
 from flatout.levers import TABLE
 from flatout.plan.facts import Facts
 from flatout.plan.plan import Plan
+from flatout.plan.standing import standing
 from flatout.plan.words import Moment
 
 
@@ -37,10 +38,11 @@ class Attached(Listener):
         left_out = dict(job.get("left_out", ()))
         self.early = [Outcome(c, c.name not in left_out, left_out.get(c.name, "")) for c in self.plan
                       if any(lever.name == c.name and lever.moment is Moment.PROCESS for lever in TABLE)]
-        self.rank = int(os.environ.get("FLATOUT_RANK", os.environ.get("RANK", "0")))
+        here = standing()
+        self.rank = here.rank if here is not None else int(os.environ.get("RANK", "0"))
         self.scene = Scene(torch, self, Ledger())
-        if os.environ.get("FLATOUT_GANG"):
-            keep_aside(torch, os.environ["FLATOUT_GANG"], self.rank, self.scene.ledger)
+        if here is not None and here.world_size > 1:
+            keep_aside(torch, launch_folder(here), here.rank, self.scene.ledger)
         self.applier = Applier(TABLE, Facts.from_json(job["facts"]), self.scene)
         self.applier.start(self.plan, EARLY)
         self.scene.install()
