@@ -44,6 +44,22 @@ def test_a_share_meets_the_numbers_of_the_whole(name, samples, world, seed):
         assert torch.equal(torch.rand(3), after)  # the generator has come as far
 
 
+def test_the_gradient_of_an_attention_is_that_of_the_whole():
+    """It counts as an operator that draws, gives its normalisers beside its output, and its backward pass needs the share's."""
+    def gradients(q, k, v):
+        q, k, v = (each.detach().clone().requires_grad_() for each in (q, k, v))
+        functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum().backward()
+        return q.grad, k.grad, v.grad
+
+    whole = torch.randn(3, 6, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    expected = gradients(*whole)
+    for rank in range(2):
+        part = share(6, rank, 2)
+        with drawn_for_the_whole(torch, lambda part=part: part):
+            mine = gradients(*whole[:, part.start:part.stop])
+        assert all(torch.allclose(a, b[part.start:part.stop], atol=1e-6) for a, b in zip(mine, expected, strict=True))
+
+
 def test_what_belongs_to_no_sample_is_drawn_as_it_is():
     part = share(8, 1, 2)
     torch.manual_seed(0)

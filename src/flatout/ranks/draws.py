@@ -30,8 +30,8 @@ def drawn_for_the_whole(torch: Any, share_of: Callable[[], Share | None]) -> Any
             if shape is None or rows is None:
                 return operator(*args, **kwargs)
             made = operator(*(_for_the_whole(each, shape, rows, tensor_class) for each in args), **kwargs)
-            whole = rows.whole(shape)
-            taken = tree_map_only(tensor_class, lambda t: rows.of_the_share(t).contiguous() if list(t.shape) == whole else t, made)
+            size = rows.whole(shape)[rows.dim]  # of what it gives beside, too: an attention's normalisers
+            taken = tree_map_only(tensor_class, lambda t: rows.of_the_share(t).contiguous() if t.dim() > rows.dim and t.shape[rows.dim] == size else t, made)
             return args[0].copy_(taken) if operator._schema.is_mutable else taken
 
     return Whole()
