@@ -49,6 +49,7 @@ class Scene:
         self.distributions_seen = False
         self.threads_at_import = torch.get_num_threads()
         self.reports: list[tuple[str, str]] = []  # what a lever has to say after it was applied
+        self.divided: Any = None  # what `data_parallel` has in place, for the levers that act through it
         self._loaders = Loaders(torch)
         self._scalers = Scalers(torch)
         self._pickles_guarded = False

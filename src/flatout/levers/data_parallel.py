@@ -41,7 +41,9 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     division, here = Division.read(value), standing()
     if here is None or here.world_size < 2:
         raise LookupError(ALONE)
-    Divided(scene.torch, scene, here, division, ledger).install()
+    divided = Divided(scene.torch, scene, here, division, ledger)
+    divided.install()
+    ledger.set(scene, "divided", divided)
     return ledger.restore
 
 
