@@ -209,4 +209,6 @@ def test_ranks_switch_together_and_a_replica_does_not_disturb_them(begin):
     assert all(check["passed"] for check in answer["checks"]), answer
     trial.hold()
     assert len(trial.go(5, soon())) == 5  # both ranks still step together
+    told = seen(0), seen(1)
+    assert len(set(zip(*told, strict=False))) == 2  # and none of them ever had the lever alone
     assert trial.finish().status == "finished"

@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from flatout.cli.arguments import writable
 from flatout.cli.progress import LiveProgress
+from flatout.cli.ranks import RanksAsked
 from flatout.launch.command import Command
 from flatout.launch.gang import Gang, launcher_of
 from flatout.launch.hearing import end_like
@@ -23,26 +23,14 @@ from flatout.plan.errors import CannotDivide
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder, read_json, write_json
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.words import Moment, Origin
+from flatout.plan.words import Origin
 from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed
 from flatout.tune.session import job_folder, key_of
 
 REHEARSAL_S = 120.0  # about; shown, not enforced
 
 
-@dataclass(frozen=True)
-class Asked:
-    """``procs`` ranks; ``gpus``: with a CUDA device each. ``sync_batchnorm``: batch normalisation looks at all ranks. ``whole``: the script sees whole
-    batches."""
-
-    procs: int
-    gpus: bool = False
-    sync_batchnorm: bool = False
-    whole: bool = False
-    again: bool = False  # rehearse though it was done before
-
-
-def division(command: Command, facts: Facts, asked: Asked) -> dict[str, Any]:
+def division(command: Command, facts: Facts, asked: RanksAsked) -> dict[str, Any]:
     """The value of the lever for this program: from an earlier rehearsal of the same command, script, machine and versions, else from one now.
 
     Raises CannotDivide, ProgramFailed.
@@ -61,21 +49,21 @@ def division(command: Command, facts: Facts, asked: Asked) -> dict[str, Any]:
     return {**found.division, "batchnorm": "all"} if asked.sync_batchnorm else found.division
 
 
-def _rehearse(command: Command, facts: Facts, asked: Asked, folder: JobFolder) -> Rehearsed:
+def _rehearse(command: Command, facts: Facts, asked: RanksAsked, folder: JobFolder) -> Rehearsed:
     with LiveProgress(Console(stderr=True), REHEARSAL_S) as progress:
         return Rehearsal(command, lambda one: launcher_of(one, asked.procs, asked.gpus, facts.cores), asked.procs, folder, facts, whole=asked.whole,
                          stage=progress.stage).run()
 
 
 def divided_plan(plan: Plan, value: Mapping[str, Any]) -> tuple[Plan, list[str]]:
-    """The plan of each rank, and the levers of ``plan`` that are left out: they were found with one process that fetched all samples by itself."""
-    moments = {lever.name: lever for lever in TABLE}
-    kept = [choice for choice in plan if (lever := moments.get(choice.name)) is not None and lever.moment is not Moment.LOADER and not lever.warms_up]
+    """The plan of each rank, and the levers of ``plan`` that are left out: they were found with one process."""
+    found = {lever.name: lever for lever in TABLE}
+    kept = [choice for choice in plan if choice.name in found and not found[choice.name].of_one_process]
     left_out = [choice.name for choice in plan if choice not in kept]
     return Plan((*kept, Choice(LEVER, dict(value), Origin.USER))), left_out
 
 
-def run_divided(command: Command, facts: Facts, asked: Asked, job: Path, environment: Mapping[str, str]) -> int:
+def run_divided(command: Command, facts: Facts, asked: RanksAsked, job: Path, environment: Mapping[str, str]) -> int:
     """Start the ranks, and wait for them. ``environment`` names ``job``, which is removed at the end. Raises FlatoutError."""
     common = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or str(secrets.randbits(31))}
     gang = Gang(command, asked.procs, {**environment, **common}, cuda_devices(os.environ, asked.procs) if asked.gpus else None,

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from flatout.cli.ranks import RanksAsked
 from flatout.launch.command import Command
 from flatout.launch.kubernetes import KINDS, Pods, manifest
 from flatout.launch.nodes import Nodes, nodes_of
@@ -49,7 +50,7 @@ class Place:
     given: Mapping[str, Any]
 
 
-def place_of(given: Mapping[str, Any], procs: int | None, gpus: int | None) -> Place | None:
+def place_of(given: Mapping[str, Any], ranks: RanksAsked | None) -> Place | None:
     """What the options say, or None for a run on this machine alone. Raises UsageError where they contradict each other."""
     clusters = [name for name in ("slurm", "ray", "k8s") if given[name]]
     if len(clusters) > 1:
@@ -59,6 +60,7 @@ def place_of(given: Mapping[str, Any], procs: int | None, gpus: int | None) -> P
         if given[name] is not None and cluster not in needs:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} {given[name]} is for {' or '.join(f'--{need}' for need in needs)}, which is missing. Give both, or leave it away.")
+    procs, gpus = (None, ranks.procs) if ranks is not None and ranks.gpus else (ranks.procs if ranks is not None else None, None)
     nodes = nodes_of(given["nodes"], given["node_rank"], given["rendezvous"], procs, gpus, given["restarts"], f"--{cluster}" if cluster else None)
     return Place(nodes, cluster, dict(given)) if nodes else None
 

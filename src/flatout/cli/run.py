@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
-from flatout.cli import places
+from flatout.cli import places, ranks
 from flatout.cli.arguments import PROGRAM, Duration, program, read_plan, words_or_usage
 from flatout.launch.command import Command, understand
 from flatout.launch.elastic import agent_command
@@ -32,37 +32,33 @@ ENTRY = "flatout.cli.attached:attach"
 @click.command(context_settings=PROGRAM)
 @click.option("--plan", "plan_path", default=None, help="A plan file, or `none`; else the plan tuned for this command, script, machine and versions.")
 @click.option("--budget", default=None, type=Duration(), help="Tune first for this long, where no plan fits.")
-@click.option("--procs", default=1, show_default=True, type=click.IntRange(1), help="Train as so many ranks on this machine what was written for one process.")
-@click.option("--gpus", default=0, type=click.IntRange(0), help="The same with one CUDA device each.")
-@click.option("--sync-batchnorm", is_flag=True, help="With several ranks: batch normalisation over the whole batch, for an exchange a layer.")
-@click.option("--whole", is_flag=True, help="With several ranks: the script sees whole batches on each; all that it counts is of the whole.")
-@click.option("--rehearse", is_flag=True, help="With several ranks: compare them with one process once more, though it was done before.")
+@ranks.options
 @places.options
 @click.option("--watch", is_flag=True, help="A live line on standard error: samples/s, waiting for data, cores, memory, MFU where FLOPs are known.")
 @program
-def command(plan_path: str | None, budget: float | None, procs: int, gpus: int, sync_batchnorm: bool, whole: bool, rehearse: bool, watch: bool,
-            words: tuple[str, ...], **elsewhere: Any) -> int:
+def command(plan_path: str | None, budget: float | None, watch: bool, words: tuple[str, ...], **elsewhere: Any) -> int:
     """Run a program under its plan.
 
     The program takes this process over: its input, output, signals and exit code are its own. With --procs or --gpus it is started several times, each on
     its share of every batch, after a rehearsal has shown that this learns the same; --nodes, --slurm, --ray and --k8s do so on several machines.
     """
     cmd = understand(words_or_usage(words, "run"))
-    place = places.place_of(elsewhere, procs if procs > 1 else None, gpus or None)
+    asked = ranks.ranks_asked(elsewhere)
+    place = places.place_of(elsewhere, asked)
     if place is not None and place.cluster in ("slurm", "k8s"):
         return places.go(place, cmd, os.environ, ["--plan", plan_path] if plan_path is not None else [])
-    ranks = _ranks_asked(procs, gpus, sync_batchnorm, whole, rehearse)
     facts = look()
-    plan, remark = _plan_for(cmd, facts, plan_path)
+    made_for = asked.title if asked is not None and place is None else ""
+    plan, remark = _plan_for(cmd, facts, plan_path, made_for)
     if plan is None and budget:
-        plan = _tune_first(words, budget)
-    if plan is None and ranks is None and place is None:
+        plan = _tune_first(words, budget, asked)
+    if plan is None and asked is None and place is None:
         remark = remark or "no plan fits this command yet"
         _say(f"{remark}; running it as it is. To tune: flatout tune {' '.join(words)}")
     elif remark:
         _say(remark)
-    if ranks is not None or place is not None:
-        return _run_as_ranks(cmd, facts, plan or Plan(), ranks, place, known_ideal(cmd) if watch else None)
+    if asked is not None or place is not None:
+        return _run_as_ranks(cmd, facts, plan or Plan(), asked, place, known_ideal(cmd) if watch else None)
     if not watch and not (plan is not None and len(plan)):
         _become(cmd, _listening())
     if cmd.closed:
@@ -71,25 +67,14 @@ def command(plan_path: str | None, budget: float | None, procs: int, gpus: int, 
     return _become(cmd, _environment(plan or Plan(), facts, known_ideal(cmd) if watch else None))
 
 
-def _ranks_asked(procs: int, gpus: int, sync_batchnorm: bool, whole: bool, again: bool) -> Any:
-    """None for one process. Raises UsageError."""
-    if gpus and procs > 1 and gpus != procs:
-        raise UsageError(f"--procs {procs} and --gpus {gpus} do not agree; --gpus {gpus} alone starts {gpus} ranks with a GPU each.")
-    if max(procs, gpus) == 1:
-        return None
-    from flatout.cli.dividing import Asked
-
-    return Asked(max(procs, gpus), bool(gpus), sync_batchnorm, whole, again)
-
-
-def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, asked: Any, place: Any, watch: dict[str, float] | None) -> int:
+def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, asked: ranks.RanksAsked | None, place: Any, watch: dict[str, float] | None) -> int:
     """On this machine, or with the nodes of ``place``."""
-    from flatout.cli.dividing import Asked, divided_plan, division, run_divided
+    from flatout.cli.dividing import divided_plan, division, run_divided
     from flatout.tune.rehearsal import LEVER
 
     if cmd.closed:
         raise UsageError(f"`python {cmd.closed}` keeps flatout out, and every rank would train the same. Leave the option away.")
-    asked = asked or Asked(2)  # one rank a node: two of them are rehearsed here
+    asked = asked or ranks.RanksAsked(2)  # one rank a node: two of them are rehearsed here
     given = plan.get(LEVER)
     value = given.value if given is not None and isinstance(given.value, dict) else None
     if value is None and not (place is not None and place.nodes.node_rank):  # the other nodes take what the first one found
@@ -113,15 +98,15 @@ def known_ideal(cmd: Command) -> dict[str, float]:
     return {"ideal_ms": float(mfu) * float(step_ms)} if isinstance(mfu, (int, float)) and isinstance(step_ms, (int, float)) else {}
 
 
-def _plan_for(cmd: Command, facts: Facts, given: str | None) -> tuple[Plan | None, str]:
+def _plan_for(cmd: Command, facts: Facts, given: str | None, made_for: str) -> tuple[Plan | None, str]:
     """The plan, and what has to be said about it. A plan given by name is used wherever it comes from, and says so."""
-    key = key_of(cmd, facts)
+    key = key_of(cmd, facts, made_for)
     if given is not None:
         plan = read_plan(given)
         strange = differences(dict(plan.made_for), key) if plan.made_for else []
         return plan, f"this plan was made for {'; '.join(strange)}; each lever is checked again here" if strange else ""
     remark = ""
-    for path in plan_files(cmd):
+    for path in plan_files(cmd, made_for):
         try:
             plan = read_plan(str(path))
         except FlatoutError as error:
@@ -135,7 +120,7 @@ def _plan_for(cmd: Command, facts: Facts, given: str | None) -> tuple[Plan | Non
     return None, remark
 
 
-def _tune_first(words: tuple[str, ...], budget: float) -> Plan | None:
+def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RanksAsked | None) -> Plan | None:
     from flatout.cli.tune import tune
     from flatout.plan.words import Effect
     from flatout.tune.session import plan_of
@@ -143,7 +128,7 @@ def _tune_first(words: tuple[str, ...], budget: float) -> Plan | None:
 
     effects = frozenset({Effect.EXACT, Effect.ROUNDING, Effect.RESAMPLED})
     try:
-        session, _ = tune(words, Goal(budget, effects), beside=False)
+        session, _ = tune(words, Goal(budget, effects), beside=False, asked=asked)
     except ProgramNotFound:
         raise
     except FlatoutError as error:

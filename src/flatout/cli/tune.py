@@ -6,23 +6,27 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
+from flatout.cli import ranks
 from flatout.cli.arguments import PROGRAM, Amount, Duration, program, words_or_usage, writable
 from flatout.cli.asking import interrupt
 from flatout.cli.progress import LiveProgress
 from flatout.cli.underneath import of_death
 from flatout.diagnose.kept import load_profile
-from flatout.launch.command import understand
+from flatout.launch.command import Command, understand
 from flatout.levers import TABLE
 from flatout.measure.load import busy_cores
 from flatout.plan.errors import FlatoutError, ProgramFailed, UsageError
+from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder, write_json, write_whole
+from flatout.plan.plan import Plan
 from flatout.plan.predictions import levers_first, predictions, with_measured
 from flatout.plan.profile import ProfileRecord
-from flatout.plan.records import SessionRecord
+from flatout.plan.records import RanksRecord, SessionRecord
 from flatout.plan.words import Effect
 from flatout.probe.machine import look, oom_kills
 from flatout.tune.search import search
@@ -41,18 +45,20 @@ SHORTEST_S = 5.0
 @click.option("--no-write", is_flag=True, help="Do not write flatout.toml beside the script.")
 @click.option("--job", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records instead of .flatout/<job>.")
 @click.option("--again", is_flag=True, help="Start anew, even where an interrupted session could go on.")
+@ranks.options
 @program
 def command(budget: float, effects: str, only: str | None, horizon: float, limit: int | None, no_write: bool, job: Path | None, again: bool,
-            words: tuple[str, ...]) -> int:
+            words: tuple[str, ...], **given: Any) -> int:
     """Find the fastest plan for a program that keeps its results.
 
     The program is started several times, measured step by step with everything in it (loader included), and stopped. Its
-    files are not touched. What is found is written to flatout.toml, session.json and report.html.
+    files are not touched. What is found is written to flatout.toml, session.json and report.html. With --procs or --gpus it is tuned as several
+    ranks, which are measured beside one process.
     """
     goal = Goal(budget, _effects(effects), _levers(only), horizon, memory_limit_bytes=limit)
     if budget < SHORTEST_S:
         raise UsageError(f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 5m.")
-    session, folder = tune(words_or_usage(words, "tune"), goal, beside=not no_write, job=job, again=again)
+    session, folder = tune(words_or_usage(words, "tune"), goal, beside=not no_write, job=job, again=again, asked=ranks.ranks_asked(given))
     console = Console()
     from flatout.render.terminal import session_tables
 
@@ -61,12 +67,14 @@ def command(budget: float, effects: str, only: str | None, horizon: float, limit
     return 0
 
 
-def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = None, again: bool = False) -> tuple[SessionRecord, JobFolder]:
-    """One tuning session from a command line; also what `flatout run --budget` does first."""
+def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = None, again: bool = False,
+         asked: ranks.RanksAsked | None = None) -> tuple[SessionRecord, JobFolder]:
+    """One tuning session from a command line; also what `flatout run --budget` does first. ``asked``: as so many ranks."""
     cmd = understand(words)
     facts = look()
-    folder = writable(job_folder(cmd, job), job is not None)
-    session = open_session(folder, cmd, facts, goal.budget_s, sorted(goal.effects), again, goal.memory_limit_bytes)
+    made_for = asked.title if asked is not None else ""
+    folder = writable(job_folder(cmd, job, made_for), job is not None)
+    session = open_session(folder, cmd, facts, goal.budget_s, sorted(goal.effects), again, goal.memory_limit_bytes, made_for)
     profile = load_profile(folder)
     if profile is not None:
         goal = replace(goal, first=tuple(levers_first(profile.findings, [lever.name for lever in TABLE])))
@@ -74,12 +82,14 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     if busy is not None:
         session.machine["busy_cores_before"] = round(busy, 2)
     save_session(folder, session)
+    how = {} if asked is None else _as_ranks(cmd, facts, asked, session)
     console, kills = Console(stderr=True), oom_kills()
     # A terminated tuner must end its programs as an interrupted one does.
     signal.signal(signal.SIGTERM, interrupt)
     try:
         with LiveProgress(console, goal.budget_s - session.spent_s) as progress:
-            search(Tuning(cmd, folder, facts, session, goal, progress, lambda s: save_session(folder, s)))
+            search(Tuning(**{"command": cmd, "facts": facts, **how}, job=folder, session=session, goal=goal, watcher=progress,
+                          save_session=lambda s: save_session(folder, s)))
     except FlatoutError as error:
         session.status, session.message = "failed", str(error)
         _finish(folder, session)
@@ -101,6 +111,17 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     if write_plan(folder, session, cmd, beside) is None and beside:
         sys.stderr.write(f"flatout: flatout.toml cannot be written beside the script; the plan is in {folder.plan}\n")
     return session, folder
+
+
+def _as_ranks(cmd: Command, facts: Facts, asked: ranks.RanksAsked, session: SessionRecord) -> dict[str, Any]:
+    """What a search over ranks begins with, once it has been seen that the program divides. Raises CannotDivide, ProgramFailed."""
+    from flatout.cli.dividing import divided_plan, division
+    from flatout.launch.gang import launcher_of
+
+    base, _ = divided_plan(Plan(), division(cmd, facts, asked))
+    session.ranks = session.ranks or RanksRecord(asked.procs, dict(base.choices[0].value), asked.gpus)  # type: ignore[arg-type]  # the lever's value is a table
+    each = replace(facts, cores=max(1, facts.cores // asked.procs))
+    return {"command": launcher_of(cmd, asked.procs, asked.gpus, facts.cores), "alone": cmd, "base": base, "facts": each}
 
 
 def _tell_the_profile(folder: JobFolder, profile: ProfileRecord, session: SessionRecord) -> None:

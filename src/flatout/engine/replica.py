@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from flatout.engine.applier import Applier
@@ -107,7 +108,8 @@ class StepReplica:
         asleep, self.scene.asleep = self.scene.asleep, True
         state = random_state(self.scene)
         try:
-            return self._judge(steps, bitwise)
+            with self.scene.divided.alone() if self.scene.divided is not None else nullcontext():
+                return self._judge(steps, bitwise)
         except Exception as error:
             return {"failure": f"the replica of a step failed ({type(error).__name__}: {str(error)[:200]})"}
         finally:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: data wait, host-to-device copy, forward, backward, optimizer, everything else.
+"""Where the time of a step goes: data wait, host-to-device copy, forward, backward, exchange between ranks, optimizer, everything else.
 
 Phases are marked as they begin and end, and turned into milliseconds later: on CUDA a mark is an event, and reading
 it at once would stop the device.
@@ -65,9 +65,11 @@ class PhaseRecorder:
             row = dict.fromkeys(PHASES, 0.0)
             for phase, a, b in spans:
                 row[phase] += self._host.elapsed_ms(a, b) if phase == "data" else self.clock.elapsed_ms(a, b)
+            row["backward"] -= row["exchange"]  # it lies within
+            within = row["forward"] + row["backward"] + row["exchange"]
             # A closure runs forward and backward inside the optimizer's step: they are not the optimizer's time.
-            if row["optimizer"] >= row["forward"] + row["backward"] > 0 and sum(row.values()) > 1.02 * length:
-                row["optimizer"] -= row["forward"] + row["backward"]
+            if row["optimizer"] >= within > 0 and sum(row.values()) > 1.02 * length:
+                row["optimizer"] -= within
             row["other"] = max(0.0, length - sum(row.values()))
             rows.append(row)
             total += length
@@ -76,5 +78,5 @@ class PhaseRecorder:
         return {
             phase: PhaseTime(quantile(times, 0.5), quantile(times, 0.25), quantile(times, 0.75), sum(times) / total)
             for phase in PHASES
-            if (times := [row[phase] for row in rows])
+            if (times := [row[phase] for row in rows]) and (phase != "exchange" or any(times))
         }

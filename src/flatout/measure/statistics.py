@@ -72,12 +72,12 @@ def compare(pairs: Sequence[Sequence[Round]], seed: int = 0) -> Ratio:
     if not pairs:
         raise ValueError("nothing was measured on both sides")
     logs = [[r.log_ratio for r in pair] for pair in pairs]
-    centre = median([_mean(pair) for pair in logs])
+    centre = median([mean(pair) for pair in logs])
     rng = random.Random(seed)
     draws = []
     for _ in range(BOOTSTRAP_DRAWS):
         picked = [logs[rng.randrange(len(logs))] for _ in logs] if len(logs) > 1 else logs
-        draws.append(median([_mean([pair[rng.randrange(len(pair))] for _ in pair]) for pair in picked]))
+        draws.append(median([mean([pair[rng.randrange(len(pair))] for _ in pair]) for pair in picked]))
     tail = (1 - CONFIDENCE) / 2
     low, high = quantile(draws, tail), quantile(draws, 1 - tail)
     count = len(logs) if len(logs) > 1 else len(logs[0])
@@ -93,7 +93,7 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(math.log(v) for v in values) / len(values))
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 

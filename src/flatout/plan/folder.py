@@ -145,9 +145,13 @@ class TrialFolder:
         return self.path / "saved"
 
     @property
-    def switched(self) -> Path:
-        """The live levers that hold at present, for the ranks that are not measured."""
-        return self.path / "switched.json"
+    def told(self) -> Path:
+        """What the measured rank has told the others to do, and after which step."""
+        return self.path / "told.json"
+
+    def of_rank(self, rank: int) -> Path:
+        """What a rank that is not measured has heard."""
+        return self.path / f"rank{rank}.json"
 
     @property
     def claim(self) -> Path:

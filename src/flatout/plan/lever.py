@@ -73,3 +73,8 @@ class Lever:
     needs: tuple[str, ...] = ()
     saves_memory: bool = False
     page: str = ""
+
+    @property
+    def of_one_process(self) -> bool:
+        """Whether it counts on one process that fetches all samples and calls the model as the script wrote it."""
+        return self.moment is Moment.LOADER or self.warms_up

@@ -64,6 +64,11 @@ class Plan:
     def without(self, name: str) -> Plan:
         return Plan(tuple(c for c in self.choices if c.name != name), self.made_for)
 
+    def on_top_of(self, base: Plan) -> Plan:
+        """The choices of ``base``, and these, which win."""
+        names = {choice.name for choice in self.choices}
+        return Plan((*(c for c in base.choices if c.name not in names), *self.choices), self.made_for)
+
     @property
     def digest(self) -> str:
         """Twelve hex digits that depend on names and values alone: not on order, origin or evidence."""

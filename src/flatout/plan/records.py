@@ -16,7 +16,7 @@ SESSION_SCHEMA = 1
 CONFIDENCE = 0.95  # of every interval
 QUANTILE = 1.96  # of the normal law, at that level
 NOT_SLOWER = 0.98  # a plan whose median is a gain is kept where the low end of its interval is at least this
-PHASES = ("data", "copy", "forward", "backward", "optimizer", "other")
+PHASES = ("data", "copy", "forward", "backward", "exchange", "optimizer", "other")  # exchange: of gradients with other ranks, as far as it was waited for
 
 
 class Record:
@@ -256,6 +256,45 @@ class Prediction(Record):
 
 
 @dataclass
+class RankPace(Record):
+    """What a step is for one rank: medians of the whole, of the waits for data, of its own work, of the exchange that was not hidden; means of the number
+    of its samples and of the elements that it hands to the model."""
+
+    rank: int
+    host: str
+    step_ms: float
+    data_ms: float
+    compute_ms: float
+    exchange_ms: float
+    samples: float
+    elements: float
+
+
+@dataclass
+class RanksRecord(Record):
+    """A program as ``procs`` ranks beside the same as one process. ``ratio`` says how many times as fast; ``sent_bytes`` are what a rank hands over in a step.
+
+    ``lost_ms`` of a step go into waiting for the slowest rank; ``imbalance`` says which that is and why, where it is worth saying.
+    """
+
+    procs: int
+    division: dict[str, Any] = field(default_factory=dict)
+    gpus: bool = False
+    one_process_ms: float | None = None
+    ratio: Ratio | None = None
+    sent_bytes: float = 0.0
+    lost_ms: float = 0.0
+    imbalance: str = ""
+    paces: list[RankPace] = field(default_factory=list)
+    why_not: str = ""  # nothing could be compared or heard
+
+    @property
+    def efficiency(self) -> float | None:
+        """Of ``procs`` times the speed of one process."""
+        return self.ratio.median / self.procs if self.ratio is not None else None
+
+
+@dataclass
 class SessionRecord(Record):
     """Everything one `flatout tune` learned. Saved after every contest as ``session.json``."""
 
@@ -280,6 +319,7 @@ class SessionRecord(Record):
     payback_steps: int | None = None
     memory_limit_bytes: int | None = None  # what was asked for
     frontier: list[Point] = field(default_factory=list)  # time against memory, in the order of measuring; the first is the point of comparison
+    ranks: RanksRecord | None = None  # where the program was tuned as several
     predictions: list[Prediction] = field(default_factory=list)  # of the profile that told the search where to begin
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)

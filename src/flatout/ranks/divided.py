@@ -11,8 +11,8 @@ What the script decides from a loss, a gradient or an evaluation it therefore de
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -52,6 +52,15 @@ class Divided:
         self._search()
         if self.division.batches in (INDEX, CUT):
             self.scene.report(NAME, COUNTS)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """What this rank computes meanwhile is its own affair: nothing is divided, and no other rank takes part."""
+        before, self.in_backward = self.in_backward, True
+        try:
+            yield
+        finally:
+            self.in_backward = before
 
     # -- the model --------------------------------------------------------------------------------------------------
 
@@ -144,6 +153,18 @@ class Divided:
     def _live_roots(self) -> list[Any]:
         return [root for ref in self.roots if (root := ref()) is not None]
 
+    @property
+    def part_of_inputs(self) -> float:
+        """Which part of what is handed to the model this rank computes."""
+        part = self.batches.share
+        return part.size / part.samples if part is not None and self.division.batches in (DOOR, WHOLE) else 1.0
+
+    @property
+    def whole_of_seen(self) -> float:
+        """How many times as large a whole batch is as what the script sees of it."""
+        part = self.batches.share
+        return part.samples / part.size if part is not None and part.size and self.division.batches in (INDEX, CUT) else 1.0
+
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def _wrap_backward(self, backward: Callable) -> Callable:
@@ -191,7 +212,9 @@ class Divided:
     def _average(self, exchange: Exchange, losses: list[Any], factor: float) -> None:
         if self.division.batches == WHOLE:  # every rank has the loss of the whole batch
             losses = []
+        self.scene.listener.exchange_begin()
         averages = exchange.average([loss.detach() * factor for loss in losses])
+        self.scene.listener.exchange_end()
         for loss, average in zip(losses, averages, strict=True):
             loss.data.copy_(average)  # what the script prints, and decides by
         self.stale_buffers = True

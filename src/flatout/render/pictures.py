@@ -29,7 +29,7 @@ def step_bars(plain: Sequence[Part], tuned: Sequence[Part]) -> Markup | None:
     if longest <= 0:
         return None
     drawn = [side for side in sides if side[2] > 0]
-    shapes = [shape for row, (name, parts, total) in enumerate(drawn) for shape in _bar(name, parts, total, longest, 62 * row)]
+    shapes = [shape for row, (name, parts, total) in enumerate(drawn) for shape in bar(name, parts, total, longest, 62 * row)]
     saved = sides[0][2] - sides[1][2]
     if len(drawn) == 2 and saved > 0:
         shapes.append(element("text", f"{milliseconds(saved)} saved", x="100%", y=62 + 13, text_anchor="end", class_="label soft"))
@@ -37,14 +37,15 @@ def step_bars(plain: Sequence[Part], tuned: Sequence[Part]) -> Markup | None:
     return picture(f"Time of a step by phase. {said}", 62 * len(drawn), shapes)
 
 
-def _bar(name: str, parts: Sequence[Part], total: float, longest: float, top: int) -> Iterator[Markup]:
+def bar(name: str, parts: Sequence[Part], total: float, longest: float, top: int) -> Iterator[Markup]:
+    """One bar in pieces of phases, ``longest`` filling the width; ``total`` and ``longest`` in milliseconds, ``top`` in pixels."""
     yield element("text", element("tspan", name, class_="strong"), f"  {milliseconds(total)}", x=0, y=top + 13, class_="label")
     place = 0.0
     for part in parts:
         width = part.ms / longest
         share = f"{part.ms / total:.0%}".replace("%", " %")
         tip = title(f"{name}: {part.phase} {milliseconds(part.ms)}, {share} of the step")
-        kind = f"phase-{part.phase}" if part.phase in PHASES else "phase-other"
+        kind = f"phase-{part.phase}" if part.phase in (*PHASES, "compute") else "phase-other"
         yield element("rect", tip, x=percent(place), y=top + 20, width=percent(width), height=32, class_=f"phase {kind}")
         middle = percent(place + width / 2)
         for screen, pixels, texts in (("narrow", NARROW, (part.phase,)), ("wide", WIDE, (f"{part.phase} {share}", part.phase))):

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from flatout.plan.records import PHASES, Contest, GuardCheck, LeverRecord, SessionRecord
 from flatout.plan.words import Status
-from flatout.render import machine, pictures, story, wording
+from flatout.render import machine, pictures, ranks_story, story, wording
 from flatout.render.curves import loss_curves, remarks
 from flatout.render.frontier import frontier_plot
 from flatout.render.page import environment
@@ -53,6 +53,7 @@ def _context(session: SessionRecord) -> dict[str, Any]:
         "bars": pictures.step_bars(baseline, best),
         "sides": [name for name, shown in (("plain", baseline), ("tuned", best)) if shown],
         "phases": _phase_rows(baseline, best),
+        "ranks": _ranks(session),
         "unit": wording.one_line(session.baseline.unit or "step", 40),
         "forest": _forest(session, ordered),
         "frontier": frontier_plot(session),
@@ -78,6 +79,14 @@ def _context(session: SessionRecord) -> dict[str, Any]:
         "facts": machine.facts(session),
         "version": wording.one_line(session.flatout, 40),
     }
+
+
+def _ranks(session: SessionRecord) -> dict[str, Any] | None:
+    found = session.ranks
+    if found is None:
+        return None
+    return {"summary": ranks_story.summary(session), "bars": ranks_story.rank_bars(found), "rows": ranks_story.rows(found),
+            "remarks": ranks_story.remarks(found)}
 
 
 def _phase_rows(plain: Iterable[story.Part], tuned: Iterable[story.Part]) -> list[dict[str, str]]:

@@ -283,15 +283,17 @@ def next_step(session: SessionRecord) -> Next:
     command = shell(session.command)
     if not command:
         return Next("", "")
+    ranks = session.ranks
+    with_ranks = "" if ranks is None else f"--gpus {ranks.procs} " if ranks.gpus else f"--procs {ranks.procs} "
     match outcome(session):
         case Outcome.FASTER | Outcome.FITS:
-            return Next("Run the real job under this Plan:", f"flatout run {command}")
+            return Next("Run the real job under this Plan:", f"flatout run {with_ranks}{command}")
         case Outcome.RUNNING:
-            return Next("Go on from where it is; what was measured is not measured again:", f"flatout tune {command}")
+            return Next("Go on from where it is; what was measured is not measured again:", f"flatout tune {with_ranks}{command}")
         case Outcome.FAILED:
-            return Next("Mend what is said above, then tune again:", f"flatout tune {command}")
+            return Next("Mend what is said above, then tune again:", f"flatout tune {with_ranks}{command}")
         case _:
-            return Next("Run it as it is:", command)
+            return Next("Run it as it is:", f"flatout run {with_ranks}{command}" if with_ranks else command)
 
 
 def effort(session: SessionRecord) -> str:

@@ -18,7 +18,7 @@ from rich.text import Text
 from flatout.plan.plan import Plan
 from flatout.plan.records import LeverRecord, SessionRecord
 from flatout.plan.words import Status
-from flatout.render import story
+from flatout.render import ranks_story, story
 from flatout.render.wording import NOTHING, drawable, interval, legible, lever, one_line, setting, size, times
 
 STYLES = {"applied": "bold green", "rejected": "bold red", "skipped": "bold"}
@@ -36,6 +36,7 @@ def session_tables(session: SessionRecord) -> RenderableType:
     if details:
         lines += ["", Padding(Text(details, style="dim", overflow="fold"), (0, 0, 0, 2))]
     lines += section(_before_after(session))
+    lines += section(_ranks(session))
     lines += section(_frontier(session))
     lines += section(_levers(session))
     lines += section(_predictions(session))
@@ -119,6 +120,19 @@ def _frontier(session: SessionRecord) -> Table | None:
     for row in story.frontier_rows(session):
         grid.add_row(*map(text, row))
     return grid if grid.rows else None
+
+
+def _ranks(session: SessionRecord) -> RenderableType | None:
+    found = session.ranks
+    if found is None:
+        return None
+    lines: list[RenderableType] = [text(ranks_story.summary(session))]
+    if found.paces:
+        grid = table_of("", "waits for data", "computes", "exchange", "samples")
+        for row in ranks_story.rows(found):
+            grid.add_row(*map(text, row))
+        lines.append(grid)
+    return Group(*lines, *map(text, ranks_story.remarks(found)))
 
 
 def _predictions(session: SessionRecord) -> Table | None:

@@ -190,10 +190,11 @@ def ear_for(name: str, around: Surroundings, wishes: dict[str, Any]) -> Ear:
     """Raises LookupError for a name that nobody has."""
     from flatout.trial.between import BetweenEar
     from flatout.trial.noise import NoiseEar
+    from flatout.trial.pace import PaceEar
     from flatout.trial.peaks import PeakEar
     from flatout.trial.ranging import LrRangeEar
     from flatout.trial.remembering import LeakEar, MemoryEar
 
     ears = {"crossings": CrossingsEar, "between": BetweenEar, "operations": OperationsEar, "memory": MemoryEar, "leak": LeakEar, "lr range": LrRangeEar,
-            "noise": NoiseEar, "peak": PeakEar}
+            "noise": NoiseEar, "pace": PaceEar, "peak": PeakEar}
     return ears[name](around, wishes)

@@ -110,7 +110,9 @@ class Trial:
         return times
 
     def switch(self, choices: Sequence[Choice], deadline_s: float) -> dict[str, Any]:
-        return self.ask({"do": "switch", "choices": [c.to_json() for c in choices]}, deadline_s)
+        answer = self.ask({"do": "switch", "choices": [c.to_json() for c in choices]}, deadline_s)
+        self.ticks_done += answer["ticks"]
+        return answer
 
     def listen(self, ear: str, deadline_s: float, **wishes: Any) -> dict[str, Any]:
         """Some ticks under an ear of ``trial.listening``: what it heard, its ticks' milliseconds as ``ms``, or ``why_not``.

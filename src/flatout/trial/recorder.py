@@ -20,7 +20,7 @@ class Recorder:
         self.batch_statistics: list[list[float]] = []
         self.weights_digests: dict[str, str] = {}
         self.from_loader = False
-        self.samples = 0
+        self._samples = 0
         self._losses: list[Any] = []
 
     def loss(self, losses: tuple[Any, ...]) -> None:
@@ -38,10 +38,15 @@ class Recorder:
         self.from_loader = True
         first = next(parity.tensors_in(batch, self.torch), None)
         if first is not None and first.dim():
-            self.samples += len(first)
+            self._samples += len(first)
         if describe and len(self.batch_hashes) < HASHED_BATCHES:
             self.batch_hashes.append(parity.digest(parity.tensors_in(batch, self.torch), self.torch))
             self.batch_statistics.extend(parity.batch_statistics(batch, self.torch))
+
+    def take_samples(self) -> int:
+        """How many samples came since this was last asked."""
+        taken, self._samples = self._samples, 0
+        return taken
 
     def model_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Without a DataLoader the first tensor that enters a root module stands for the batch."""

@@ -6,14 +6,14 @@ Commands (one JSON object a line), each answered by one object:
     {"do": "switch", "choices": [...]}  make exactly these live levers hold
     {"do": "options"}                   what every lever says of this program
     {"do": "replica", "choices": [...]} run the guard's step replica under these live levers
-    {"do": "listen", "ear": name, ...}  run some ticks under an ear (trial/listening.py), then tell what it heard
+    {"do": "listen", "ear": name, ...}  run some ticks under an ear (trial/listening.py), then tell what it heard; "everywhere" opens it in all ranks
     {"do": "watch"}                     what was watched since this was last asked, for a profile (trial/watch.py)
     {"do": "record"}                    the record so far
     {"do": "fetch"}                     fetch some batches again and again, and tell which lines of the data set take long
     {"do": "finish"}                    write the record and stop the program; "draws" fetches some samples again and again
 
 Only one process of the program is measured: the first that finishes a step claims the trial. The others run under the
-same levers, and switch when it does.
+same levers, and switch and listen after the same step (trial/ranks.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flatout.engine.applier import EARLY, LATE, Applier, Outcome
 from flatout.engine.draws import Draws
 from flatout.engine.replay import shake
 from flatout.engine.replica import StepReplica
-from flatout.measure.clock import HostClock, clock_for, seconds
+from flatout.measure.clock import HostClock, clock_for, seconds, sleep
 from flatout.measure.load import copies_that_fit, peak_bytes
 from flatout.measure.phases import PhaseRecorder
 from flatout.measure.statistics import block_ms, median
@@ -56,6 +56,8 @@ SLOW_MS = 1000.0  # each step of a replica is done three times over
 TICKS_OF_A_COMPILER = 4  # shapes, train and eval, the graph recorded: each may cost one
 CLOSURE_PASSES = 4  # so many backward passes inside one optimizer step, and a second gone: the pass is the tick
 CLOSURE_S = 1.0
+RANKS_S = 30.0  # for what the other ranks have heard: they are at the end of the same step
+POLL_S = 0.01
 
 
 class StopTrial(SystemExit):
@@ -90,6 +92,8 @@ class Worker(Listener):
         self.replica: StepReplica | None = None
         self.watch: Watch | None = None
         self.listening = Listening(Surroundings(torch, self.scene, self.shelter.overlay.looking, self.notes.kept))
+        self.due: dict[str, Any] | None = None  # what all ranks do when the step under way has ended
+        self.listens_since = 0  # the step after which the ranks have opened an ear together
         self.channel: Channel | None = None
         self.owner = os.getpid()
         self.claimed: bool | None = None  # None until the first step
@@ -106,9 +110,11 @@ class Worker(Listener):
         self.waits_ms: list[float] = []  # of the warm-up, for data
         self.tick_start: Any = None
         self.block: list[tuple[Any, Any]] = []
+        self.block_samples = 0
         self.block_left = 0
         self.block_until_s = 0.0
         self.measured: list[float] = []
+        self.measured_samples = 0
         self.written = False
         self.stopping = False
         self.late_done = False
@@ -197,6 +203,14 @@ class Worker(Listener):
             self.unit = "backward"
             self.tick_start = self.clock.mark()
 
+    def exchange_begin(self) -> None:
+        self._pass_on("exchange_begin")
+        self.phases.begin("exchange")
+
+    def exchange_end(self) -> None:
+        self.phases.end("exchange")
+        self._pass_on("exchange_end")
+
     def optimizer_begin(self, optimizer: Any) -> None:
         if self.replica is not None:
             self.replica.optimizer_begin(optimizer)
@@ -262,6 +276,7 @@ class Worker(Listener):
                 self.phases.leave_out()
                 self.listening.tick()
             self.block.append((start, now))
+            self.block_samples += self.notes.take_samples()
             self.block_left = self.block_left - 1 if seconds() < self.block_until_s else 0
         elif self.replica is None:
             self.ticks_ms.append(self.clock.elapsed_ms(start, now))
@@ -277,17 +292,19 @@ class Worker(Listener):
         self.warmup_steps = len(self.ticks_ms) + (1 if self.unit == "step" else CLOSURE_PASSES)
         self.warmup_ms = (seconds() - self.started_s) * 1000
         self.notes.losses()
-        self.notes.samples = 0
+        self.notes.take_samples()
         self._answer({"ready": True, "unit": self.unit, "ticks": len(self.ticks_ms), "tick_ms": block_ms(self.ticks_ms[-8:]), "warmup_ms": self.warmup_ms,
                       "data_ms": median(self.waits_ms[-8:]),
-                      "copies": copies_that_fit(self.torch, self.scene.device_type, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+                      "copies": copies_that_fit(self.torch, self.scene.device_type, self.ranks.local_world),
                       "device": self.scene.device_type, "boundaries": "backward" if self.scene.boundaries.by_backward else "optimizer",
                       "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
                       "skipped": [o.to_json() for o in self.applier.outcomes if not o.applied]})
         self._obey()
 
     def _end_block(self) -> None:
-        if self.replica is not None and self.replica.captured:
+        if self.due is not None:
+            self.block = []  # the step in which the other ranks heard of it
+        elif self.replica is not None and self.replica.captured:
             verdict, self.replica = self.replica.judge(), None
             self.block = []  # steps that were listened to are not measured
             self._answer({"replica": verdict})
@@ -296,18 +313,26 @@ class Worker(Listener):
             ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
             self.block = []
             if self.listening.ear is not None:
-                self._answer({**self.listening.end(), "ms": ms})
+                self._answer({**self._heard(), "ms": ms})
             else:
                 self.measured.extend(ms)
+                self.measured_samples += self.block_samples
                 self._answer({"ms": ms})
         else:
             return  # the replica needs another step
+        self.block_samples = 0
         self._obey()
 
     def _obey(self) -> None:
         while True:
-            command = self._next_command()
+            due, self.due = self.due, None
+            command = due or self._next_command()
             do = command["do"]
+            if due is None and self.ranks.several and (do == "switch" or command.get("everywhere")):
+                self.due, self.listens_since, self.block_left = command, self.scene.steps + 1, 1
+                with self.shelter.overlay.looking():
+                    self.ranks.tell(command, self.listens_since)
+                break
             if do == "go":
                 self.block_left = int(command["ticks"])
                 self.block_until_s = seconds() + float(command.get("seconds", "inf"))
@@ -320,7 +345,7 @@ class Worker(Listener):
                 failed = self.listening.begin(command)
                 if self.listening.ear is not None:
                     self.block_left = self.listening.ear.ticks
-                    self.block_until_s = seconds() + float(command.get("seconds", "inf"))
+                    self.block_until_s = seconds() + (float("inf") if command.get("everywhere") else float(command.get("seconds", "inf")))
                     break
                 self._answer({"why_not": failed})
                 continue
@@ -333,14 +358,12 @@ class Worker(Listener):
 
     def _do(self, do: str, command: dict[str, Any]) -> dict[str, Any]:
         if do == "switch":
-            with self.shelter.overlay.looking():
-                self.ranks.tell(command["choices"])
             outcomes = self.applier.switch(choices_of(command["choices"]))
             switched = {choice["name"] for choice in command["choices"]}  # what the others have to say stays for the record
             reports = [report for report in self.scene.reports if report[0] in switched]
             self.scene.reports = [report for report in self.scene.reports if report[0] not in switched]
             return {"applied": [o.to_json() for o in outcomes if o.applied], "skipped": [o.to_json() for o in outcomes if not o.applied],
-                    "reports": [{"name": name, "reason": sentence} for name, sentence in reports]}
+                    "ticks": int(self.ranks.several), "reports": [{"name": name, "reason": sentence} for name, sentence in reports]}
         if do == "options":
             answers = self.applier.options()
             return {"options": {name: {"values": list(a.values), "effect": a.effect} if isinstance(a, Options) else {"skip": a.reason}
@@ -358,10 +381,44 @@ class Worker(Listener):
         return {"error": f"unknown command {do!r}"}
 
     def _follow(self) -> None:
+        """Of a rank that is not measured, at the end of each step."""
+        if self.listening.ear is not None:
+            self.listening.tick()
+            self.block_left -= 1
+            if not self.block_left:
+                heard = self.listening.end()
+                with self.shelter.overlay.looking():
+                    self.ranks.report(self.listens_since, heard)
         with self.shelter.overlay.looking():
-            choices = self.ranks.heard()
-        if choices is not None:
-            self.applier.switch(choices)
+            command = self.ranks.heard(self.scene.steps)
+        if command is None:
+            return
+        if command["do"] == "switch":
+            self.applier.switch(choices_of(command["choices"]))
+            return
+        self.listens_since = command["step"]
+        failed = self.listening.begin(command)
+        if self.listening.ear is not None:
+            self.block_left = self.listening.ear.ticks
+        else:
+            with self.shelter.overlay.looking():
+                self.ranks.report(self.listens_since, {"why_not": failed})
+
+    def _heard(self) -> dict[str, Any]:
+        """What the ear has heard; of all ranks, where they listened together."""
+        everywhere = bool(self.listening.ear and self.listening.ear.wishes.get("everywhere"))
+        heard = self.listening.end()
+        if not everywhere:
+            return heard
+        late_s = seconds() + RANKS_S
+        while True:
+            with self.shelter.overlay.looking():
+                others = self.ranks.reports(self.listens_since) if self.ranks.several else []
+            if others is not None:
+                return {"ranks": [heard, *others]}
+            if seconds() > late_s:
+                return {"why_not": f"a rank did not tell within {RANKS_S:.0f} s what it had heard"}
+            sleep(POLL_S)
 
     def _next_command(self) -> dict[str, Any]:
         if self.channel is None:
@@ -403,7 +460,9 @@ class Worker(Listener):
         outcomes += self.applier.outcomes
         step_ms = block_ms(self.measured) if self.measured else None
         notes = self.notes
-        per_step = notes.samples / len(self.measured) if self.measured and notes.samples and self.unit == "step" else None
+        per_step = self.measured_samples / len(self.measured) if self.measured and self.measured_samples and self.unit == "step" else None
+        if per_step and self.scene.divided is not None:
+            per_step *= self.scene.divided.whole_of_seen
         return TrialRecord(
             status=status, reason=reason, steps=len(self.measured), warmup_steps=self.warmup_steps, warmup_ms=self.warmup_ms, unit=self.unit,
             step_ms=step_ms, step_ms_list=self.measured, samples_per_step=per_step,

@@ -33,16 +33,19 @@ class Entrant:
 
 
 class Arena(Blocks):
-    def __init__(self, command: Command, job: JobFolder, facts: Facts) -> None:
+    """Where ``command`` starts several ranks, ``base`` is how they are divided, and ``alone`` the command of one process."""
+
+    def __init__(self, command: Command, job: JobFolder, facts: Facts, base: Plan | None = None, alone: Command | None = None) -> None:
         super().__init__()
-        self.command, self.job, self.facts = command, job, facts
+        self.command, self.job, self.facts, self.base, self.alone = command, job, facts, base or Plan(), alone
         self.running: list[Trial] = []
 
     # -- programs ---------------------------------------------------------------------------------------------------
 
-    def enter(self, plan: Plan, seed: int, patience_s: float, shake: float = 0.0) -> Entrant:
+    def enter(self, plan: Plan, seed: int, patience_s: float, shake: float = 0.0, alone: bool = False) -> Entrant:
         """Start a program and bring it to its steady state; it is held when this returns. Raises ProgramGone."""
-        trial = Trial(self.command, self.job.new_trial(), plan, self.facts, seed, reseed=True, shake=shake)
+        command, under = (self.alone, plan) if alone and self.alone is not None else (self.command, plan.on_top_of(self.base))
+        trial = Trial(command, self.job.new_trial(), under, self.facts, seed, reseed=True, shake=shake)
         self.running.append(trial)
         start = seconds()
         try:

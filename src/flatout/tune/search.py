@@ -1,6 +1,7 @@
 """The search: observe, race, combine, take each away again, guard, confirm in fresh processes.
 
     observe    one plain program to its steady state; every lever says whether it applies
+    ranks      where the program runs as several: beside one process of it, and each at its own pace
     live race  levers that can be switched between steps, one after another, inside that program
     race       levers that need a process of their own, in turns with the plain one; among them a second plain program
                (A/A), which gives the noise floor and, with the first, the mean that the others are measured against
@@ -27,6 +28,7 @@ from flatout.tune.confirm import keep_first_record, replica, settle
 from flatout.tune.fit import fit
 from flatout.tune.live import live_race
 from flatout.tune.race import process_race
+from flatout.tune.ranks import beside_one_process
 from flatout.tune.tuning import Tuning
 
 FEWEST_TICKS = 12  # a program with fewer steps than this cannot be compared with anything
@@ -37,6 +39,7 @@ def search(tuning: Tuning) -> SessionRecord:
     """Raises ProgramFailed where the plain program fails by itself, NothingMeasured where it does not train."""
     try:
         _observe(tuning)
+        beside_one_process(tuning)
         live_race(tuning)
         process_race(tuning)
         tuned = fit(tuning, combine(tuning))
@@ -57,12 +60,15 @@ def _observe(tuning: Tuning) -> None:
     except ProgramGone as gone:
         raise _why_not(tuning, gone.record) from None
     ready, arena = plain.trial.ready, tuning.arena
+    for left in ready["skipped"]:  # what every program of the search is to run under
+        raise NothingMeasured(f"{left['name']} could not be applied: {left['reason']}")
     tuning.observed, tuning.start_cost_s = plain.trial, plain.start_s
     arena.tick_ms, arena.unit = max(ready["tick_ms"], 1e-3), ready["unit"]
     tuning.copies = ready["copies"]
     tuning.session.scene = answer["scene"]
     arena.prefetched_ticks = PREFETCHED_BATCHES * max((loader["num_workers"] for loader in answer["scene"]["loaders"]), default=0)
-    tuning.candidates = promising_first(consider(answer["options"], tuning.goal.effects, tuning.goal.only, tuning.goal.memory_limit_bytes is not None),
+    tuning.candidates = promising_first(consider(answer["options"], tuning.goal.effects, tuning.goal.only, tuning.goal.memory_limit_bytes is not None,
+                                                 tuning.alone is not None),
                                         tuning.goal.first)
     without_long_starts(tuning.candidates, answer["scene"]["loaders"], ready, LONGEST_START * tuning.goal.budget_s)
     tuning.session.baseline = Side(step_ms=ready["tick_ms"], unit=ready["unit"], warmup_ms=ready["warmup_ms"])

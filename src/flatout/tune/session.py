@@ -18,12 +18,12 @@ from flatout.plan.records import SESSION_SCHEMA, SessionRecord
 
 FOLDER = ".flatout"
 DIFFERENT = {"command": "another command", "script": "the script has changed", "machine": "another machine", "versions": "other versions",
-             "python": "another Python"}
+             "python": "another Python", "ranks": "another number of ranks"}
 SAME = {"same": "with bitwise the same results", "equivalent": "with the same results up to rounding"}
 
 
-def key_of(command: Command, facts: Facts) -> dict[str, str]:
-    """What a Plan is good for: this command, this script, this machine, these versions."""
+def key_of(command: Command, facts: Facts, ranks: str = "") -> dict[str, str]:
+    """What a Plan is good for: this command, this script, this machine, these versions. ``ranks``: as how many it runs, "" for one process."""
     gpus = ", ".join(gpu.name for gpu in facts.gpus)
     return {
         "command": " ".join(command.typed),
@@ -31,6 +31,7 @@ def key_of(command: Command, facts: Facts) -> dict[str, str]:
         "machine": f"{facts.cpu}, {facts.cores} cores" + (f", {gpus}" if gpus else ""),
         "versions": ", ".join(f"{name} {facts.versions[name]}" for name in ("torch", "torchvision") if name in facts.versions),
         "python": ".".join(map(str, sys.version_info[:2])),
+        **({"ranks": ranks} if ranks else {}),
     }
 
 
@@ -38,13 +39,13 @@ def differences(made_for: dict[str, str], key: dict[str, str]) -> list[str]:
     """In words, how a Plan's origin differs from the present command, machine and versions."""
     found = []
     for name, said in DIFFERENT.items():
-        if made_for.get(name, "") != key[name]:
-            found.append(said if name == "script" else f"{said} ({made_for.get(name, 'unknown')!r})")
+        if made_for.get(name, "") != key.get(name, ""):
+            found.append(said if name == "script" else f"{said} ({made_for.get(name, 'one process' if name == 'ranks' else 'unknown')!r})")
     return found
 
 
-def job_folder(command: Command, given: Path | None = None) -> JobFolder:
-    return JobFolder(given if given is not None else Path(FOLDER) / f"{command.title}-{command.digest}")
+def job_folder(command: Command, given: Path | None = None, ranks: str = "") -> JobFolder:
+    return JobFolder(given if given is not None else Path(FOLDER) / "-".join(filter(None, (command.title, command.digest, ranks.replace(" ", "-")))))
 
 
 def beside_script(command: Command) -> Path:
@@ -52,16 +53,16 @@ def beside_script(command: Command) -> Path:
     return (command.script.parent if command.script else Path.cwd()) / "flatout.toml"
 
 
-def plan_files(command: Command) -> list[Path]:
+def plan_files(command: Command, ranks: str = "") -> list[Path]:
     """The plan beside the script and the tuner's own record, the newest first: what a person has edited since counts."""
-    there = [path for path in (beside_script(command), job_folder(command).plan) if path.is_file()]
+    there = [path for path in (beside_script(command), job_folder(command, ranks=ranks).plan) if path.is_file()]
     return sorted(there, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def open_session(job: JobFolder, command: Command, facts: Facts, budget_s: float, effects: list[str], again: bool,
-                 memory_limit_bytes: int | None = None) -> SessionRecord:
+                 memory_limit_bytes: int | None = None, ranks: str = "") -> SessionRecord:
     """The interrupted session of the same key, to go on with; else a new one."""
-    key = key_of(command, facts)
+    key = key_of(command, facts, ranks)
     old = load_session(job)
     if old is not None and not again and old.key == key and old.status == "running" and old.effects == effects and old.memory_limit_bytes == memory_limit_bytes:
         old.budget_s = max(old.budget_s, budget_s)

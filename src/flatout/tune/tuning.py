@@ -55,10 +55,12 @@ class Tuning:
     goal: Goal
     watcher: Watcher = field(default_factory=Watcher)
     save_session: Callable[[SessionRecord], None] = lambda session: None
+    base: Plan | None = None  # what every program of the search runs under: how it is divided over ranks
+    alone: Command | None = None  # the program as one process, where ``command`` starts it as several
 
     def __post_init__(self) -> None:
         self.start_s = seconds() - self.session.spent_s
-        self.arena = Arena(self.command, self.job, self.facts)
+        self.arena = Arena(self.command, self.job, self.facts, self.base, self.alone)
         self.candidates: dict[str, Candidate] = {}
         self.floor = 0.01  # a gain below this is not told from none
         self.start_cost_s = 5.0  # of one program, until its steps are steady

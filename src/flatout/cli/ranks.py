@@ -1,0 +1,51 @@
+"""How many ranks a command line asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from flatout.plan.errors import UsageError
+
+OPTIONS = (
+    click.option("--procs", default=1, show_default=True, type=click.IntRange(1), help="As so many ranks on this machine what was written for one process."),
+    click.option("--gpus", default=0, type=click.IntRange(0), help="The same with one CUDA device each."),
+    click.option("--sync-batchnorm", is_flag=True, help="With several ranks: batch normalisation over the whole batch, for an exchange a layer."),
+    click.option("--whole", is_flag=True, help="With several ranks: the script sees whole batches on each; all that it counts is of the whole."),
+    click.option("--rehearse", is_flag=True, help="With several ranks: compare them with one process once more, though it was done before."),
+)
+
+
+@dataclass(frozen=True)
+class RanksAsked:
+    """``procs`` ranks; ``gpus``: with a CUDA device each. ``sync_batchnorm``: batch normalisation looks at all ranks. ``whole``: the script sees whole
+    batches. ``again``: rehearse though it was done before."""
+
+    procs: int
+    gpus: bool = False
+    sync_batchnorm: bool = False
+    whole: bool = False
+    again: bool = False
+
+    @property
+    def title(self) -> str:
+        """What a plan is made for."""
+        return f"{self.procs} {'GPUs' if self.gpus else 'processes'}"
+
+
+def options(command: Callable) -> Callable:
+    """The options that say how many ranks; ``ranks_asked`` reads them."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def ranks_asked(given: dict[str, Any]) -> RanksAsked | None:
+    """Takes the values of the options out of ``given``; None for one process. Raises UsageError."""
+    procs, gpus, sync_batchnorm, whole, again = (given.pop(name) for name in ("procs", "gpus", "sync_batchnorm", "whole", "rehearse"))
+    if gpus and procs > 1 and gpus != procs:
+        raise UsageError(f"--procs {procs} and --gpus {gpus} do not agree; --gpus {gpus} alone starts {gpus} ranks with a GPU each.")
+    return RanksAsked(max(procs, gpus), bool(gpus), sync_batchnorm, whole, again) if max(procs, gpus) > 1 else None

@@ -1,0 +1,63 @@
+"""How evenly the ranks of a program go: who is waited for, how often, and whether its data is to blame.
+
+All ranks end a step together, for they wait for each other in the exchange of gradients. What a rank takes itself, waiting for its data and computing, is
+what is left of a step without that exchange; the shortest exchange of a step is the exchange itself, what is more is waiting for a slower rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flatout.measure.statistics import mean, median
+from flatout.plan.records import RankPace
+
+STRAGGLES = 0.7  # of the steps it is the slowest of all
+WORTH_SAYING = 0.05  # of a step is lost to it
+LARGER = 1.1  # times as many elements as the mean
+
+
+def paces(heard: Sequence[dict[str, Any]]) -> list[RankPace]:
+    """One for each rank, in their order. ``heard`` is what each rank's ear (`flatout.trial.pace`) has told, step by step."""
+    found = []
+    for each in sorted(heard, key=lambda each: int(each["rank"])):
+        own = [step - exchange for step, exchange in zip(each["step_ms"], each["exchange_ms"], strict=True)]
+        found.append(RankPace(each["rank"], each["host"], median(each["step_ms"]), median(each["data_ms"]), median(own) - median(each["data_ms"]),
+                              median(each["exchange_ms"]), mean(each["samples"]), mean(each["elements"])))
+    return found
+
+
+def lost_ms(heard: Sequence[dict[str, Any]]) -> float:
+    """Of a mean step: how much longer the slowest rank took than all of them in the mean."""
+    return mean([max(owns) - mean(owns) for owns in _own_by_step(heard)])
+
+
+def imbalance(heard: Sequence[dict[str, Any]]) -> str:
+    """Who is waited for and why, in a sentence; nothing where they go evenly."""
+    owns = _own_by_step(heard)
+    lost, step = lost_ms(heard), mean([ms for each in heard for ms in each["step_ms"]])
+    if len(heard) < 2 or lost < WORTH_SAYING * step:
+        return ""
+    slowest = [max(range(len(heard)), key=row.__getitem__) for row in owns]
+    often = max(set(slowest), key=slowest.count)
+    share = slowest.count(often) / len(slowest)
+    larger = mean([each["elements"][at] * len(heard) / max(1.0, sum(other["elements"][at] for other in heard))
+                   for at, number in enumerate(slowest) for each in (heard[number],)])
+    costs = f"{lost:.1f} ms of a step of {step:.1f} ms go into waiting for the slowest rank"
+    data = f"it has {larger:.2f} times as much data as the mean in those steps, so samples differ in size: batches of like lengths would even this out"
+    if share < STRAGGLES:
+        return f"{costs}; the ranks take turns in being that. " + (data[0].upper() + data[1:] if larger >= LARGER else "Their shares of the data are alike")
+    rank = heard[often]
+    waits, others = median(rank["data_ms"]), median([ms for each in heard if each is not rank for ms in each["data_ms"]])
+    if larger >= LARGER:
+        why = data
+    elif waits - others > lost / 2:
+        why = f"it waits {waits:.1f} ms for its data, the others {others:.1f} ms"
+    else:
+        why = "its data is like that of the others, so its device or its cores are slower, or shared with somebody"
+    return f"{costs}: in {share:.0%} of the steps rank {rank['rank']} on {rank['host']}; {why}"
+
+
+def _own_by_step(heard: Sequence[dict[str, Any]]) -> list[list[float]]:
+    steps = min((len(each["step_ms"]) for each in heard), default=0)
+    return [[each["step_ms"][at] - each["exchange_ms"][at] for each in heard] for at in range(steps)]

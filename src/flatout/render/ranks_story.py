@@ -1,0 +1,77 @@
+"""What a session has to tell of the ranks that its program ran as."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from markupsafe import Markup
+
+from flatout.plan.records import RankPace, RanksRecord, SessionRecord
+from flatout.render.pictures import bar
+from flatout.render.story import Part
+from flatout.render.svg import picture
+from flatout.render.wording import count, drawable, interval, milliseconds, one_line, sentence, several, size, times
+
+MOST_RANKS = 32  # shown; the rest is in session.json
+ROW = 62
+
+
+def summary(session: SessionRecord) -> str:
+    """How much faster than one process, in a sentence; nothing where the program runs as one."""
+    found = session.ranks
+    if found is None:
+        return ""
+    who, ratio = several(found.procs, "rank"), found.ratio
+    if ratio is None or drawable(ratio.median) is None:
+        return sentence(f"{who}; {one_line(found.why_not)}") if found.why_not else f"{who}."
+    inside = interval(ratio.low, ratio.high)
+    said = f"{who} are {times(ratio.median)[:-1]} times as fast as one process" + (f" ({inside})" if inside else "")
+    efficiency = found.efficiency
+    said += f": {efficiency:.0%} of {found.procs} times its speed".replace("%", " %") if efficiency is not None else ""
+    return said + (". One process is faster here: leave the ranks away." if ratio.high < 1 else ".")
+
+
+def remarks(found: RanksRecord) -> list[str]:
+    """What travels, and who is waited for."""
+    said = []
+    if drawable(found.sent_bytes):
+        said.append(f"Each rank hands {size(found.sent_bytes)} of gradients to the exchange in a step.")
+    if found.imbalance:
+        said.append(sentence(found.imbalance[0].upper() + one_line(found.imbalance)[1:]))
+    elif found.paces:
+        said.append("The ranks go evenly: none is waited for more than the others.")
+    if found.ratio is not None and found.why_not:
+        said.append(sentence(one_line(found.why_not)))
+    return said
+
+
+def rows(found: RanksRecord) -> list[tuple[str, str, str, str, str]]:
+    """A line a rank: its name, the wait for data, what it computes, the exchange that it waits for, its samples."""
+    several_hosts = len({pace.host for pace in found.paces}) > 1
+    return [(_name(pace, several_hosts), milliseconds(pace.data_ms), milliseconds(pace.compute_ms), milliseconds(pace.exchange_ms),
+             count(round(pace.samples, 1)) if drawable(pace.samples) else "") for pace in found.paces[:MOST_RANKS]]
+
+
+def _name(pace: RankPace, several_hosts: bool) -> str:
+    return f"rank {pace.rank}" + (f", {one_line(pace.host, 40)}" if several_hosts else "")
+
+
+def rank_bars(found: RanksRecord) -> Markup | None:
+    """A step of each rank on one scale: waiting for data, computing, exchanging."""
+    paces = [pace for pace in found.paces[:MOST_RANKS] if drawable(pace.step_ms)]
+    longest = max((total(pace) for pace in paces), default=0.0)
+    if longest <= 0:
+        return None
+    several_hosts = len({pace.host for pace in paces}) > 1
+    drawn = (bar(_name(pace, several_hosts), parts(pace), total(pace), longest, ROW * at) for at, pace in enumerate(paces))
+    said = "; ".join(f"rank {pace.rank}: " + ", ".join(f"{part.phase} {milliseconds(part.ms)}" for part in parts(pace)) for pace in paces)
+    return picture(f"A step of each rank. {said}", ROW * len(paces), list(chain.from_iterable(drawn)))
+
+
+def parts(pace: RankPace) -> Sequence[Part]:
+    return [Part(name, max(0.0, ms), ms, None, None) for name, ms in (("data", pace.data_ms), ("compute", pace.compute_ms), ("exchange", pace.exchange_ms))]
+
+
+def total(pace: RankPace) -> float:
+    return sum(part.ms for part in parts(pace))

@@ -1,0 +1,74 @@
+"""Several ranks beside one process: how much faster, where the rest goes, who is waited for.
+
+One process of the program takes turns with its ranks, block by block at the same ticks, so both compute the same batches. Then all ranks listen to
+their own pace for some steps (`flatout.trial.pace`).
+"""
+
+from __future__ import annotations
+
+from flatout.measure.clock import seconds
+from flatout.measure.pace import imbalance, lost_ms, paces
+from flatout.measure.statistics import mean
+from flatout.plan.plan import Plan
+from flatout.plan.records import Ratio
+from flatout.trial.blocks import LeverFailed
+from flatout.trial.parent import ProgramGone
+from flatout.tune.arena import Entrant
+from flatout.tune.tuning import Tuning, why_gone
+
+SHARE = 0.15  # of the budget, for both together
+PACE_STEPS = 40
+PACE_S = 10.0
+
+
+def beside_one_process(tuning: Tuning) -> None:
+    """Fills the session's record of the ranks. What cannot be measured is said there; the search goes on."""
+    found, ranks = tuning.session.ranks, tuning.observed
+    if found is None or ranks is None or tuning.alone is None:
+        return
+    start_s = seconds()
+    if tuning.copies < 2:
+        found.why_not = "one process of it does not fit into memory beside its ranks, so they were not compared"
+    elif found.ratio is None:
+        tuning.watcher.stage("ranks", f"{found.procs} ranks take turns with one process")
+        try:
+            alone = tuning.arena.enter(Plan(), 0, 60 + 8 * tuning.start_cost_s, alone=True)
+        except ProgramGone as gone:
+            found.why_not = f"one process of it could not be measured beside its ranks: {why_gone(gone)}"
+        else:
+            found.ratio = _compared(tuning, alone, start_s + SHARE * tuning.goal.budget_s)
+            found.one_process_ms = alone.trial.ready["tick_ms"] if found.ratio is not None else None
+            tuning.note(f"{found.procs} ranks", "processes", found.ratio, found.why_not, start_s, against="one process")
+            tuning.arena.dismiss(alone.trial)
+    _listen(tuning)
+    tuning.save()
+
+
+def _compared(tuning: Tuning, alone: Entrant, until_s: float) -> Ratio | None:
+    assert tuning.observed is not None
+    ranks = Entrant(Plan(), tuning.observed, 0.0)
+    verdict = tuning.arena.processes(alone.trial, [ranks], until_s, heard=lambda entrant, ratio: tuning.watcher.contest("as ranks", ratio))[0]
+    if isinstance(verdict, Ratio):
+        return verdict
+    assert tuning.session.ranks is not None
+    tuning.session.ranks.why_not = f"its ranks could not be compared with one process: {verdict}"
+    return None
+
+
+def _listen(tuning: Tuning) -> None:
+    found, trial, arena = tuning.session.ranks, tuning.observed, tuning.arena
+    if found is None or trial is None or trial not in arena.running or arena.unit != "step":
+        return
+    steps = max(2, min(PACE_STEPS, int(PACE_S * 1000 / max(arena.tick_ms, 1e-3))))
+    tuning.watcher.stage("ranks", "the pace of each")
+    try:
+        answer = trial.listen("pace", arena.deadline(steps + 2), everywhere=True, ticks=steps)
+    except (ProgramGone, LeverFailed) as error:
+        answer = {"why_not": why_gone(error)}
+    if "ranks" not in answer or any("why_not" in each for each in answer["ranks"]):
+        said = answer.get("why_not") or next(each["why_not"] for each in answer["ranks"] if "why_not" in each)
+        found.why_not = found.why_not or f"the pace of its ranks could not be heard: {said}"
+        return
+    heard = answer["ranks"]
+    found.paces, found.lost_ms, found.imbalance = paces(heard), lost_ms(heard), imbalance(heard)
+    found.sent_bytes = mean([sent for each in heard for sent in each["sent_bytes"]])
