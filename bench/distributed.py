@@ -10,6 +10,9 @@ the mean loss:
     exact     N ranks with the random numbers and batch statistics of one process, from one process with the same seed
     own       N ranks as the real job runs them, from one process with the same seed
     spread    between processes with different seeds: what chance alone does
+    speed     N ranks against one process, in turns block by block in one session (`flatout tune --procs N` does the same), with a 95 % interval: one process
+              has all cores for its threads, each rank its share of them
+    exchange  the part of a rank's step that waits for the exchange of gradients, and for slower ranks in it
     verdict   *the same* where `own` is rounding, *other draws* where it is at most 1.5 times what other seeds do, else **other**. One run each: `exact` is
               the sharper test, `own` shows that nothing is lost between it and the real job
 """
@@ -34,21 +37,39 @@ from flatout.plan.errors import FlatoutError
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan
+from flatout.plan.records import RanksRecord, SessionRecord
 from flatout.probe.machine import look
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.witness import ENTRY
+from flatout.tune.ranks import SHARE, beside_one_process
 from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed, last_line
+from flatout.tune.search import observe
+from flatout.tune.tuning import Goal, Tuning
 
 ROUNDING, SPREADS = 1e-4, 1.5
 HOW = {"index": "as a {}, by index", "cut": "as a {}, cut after fetching", "door": "as a {}, at the model's door", "whole": "the model alone"}
 STEPS, SECONDS = 30, 60.0
 PATIENCE_S = 900.0
+SPEED_S = 40.0  # of turns
 
 
 def course(command: Command, plan: Plan, job: JobFolder, facts: Facts, seed: int) -> list[float]:
     """The losses of the first steps. Raises ProgramGone."""
     with Trial(command, job.new_trial(), plan, facts, seed=seed, reseed=True, entry=ENTRY, wishes={"steps": STEPS, "seconds": SECONDS}) as trial:
         return [float.fromhex(loss) for loss in trial.wait_ready(seconds() + PATIENCE_S)["losses"]]
+
+
+def speed(command: Command, division: dict[str, Any], procs: int, job: JobFolder, facts: Facts) -> dict[str, Any]:
+    """How much faster the ranks are than one process, and the pace of each. Raises ProgramGone, FlatoutError."""
+    session = SessionRecord(list(command.typed), str(Path.cwd()), {}, ranks=RanksRecord(procs, division))
+    tuning = Tuning(launcher_of(command, procs, cores=facts.cores), job, facts, session, Goal(SPEED_S / SHARE), base=Plan((Choice(LEVER, division),)), alone=command)
+    try:
+        observe(tuning)
+        beside_one_process(tuning)
+    finally:
+        tuning.arena.close()
+    assert session.ranks is not None
+    return session.ranks.to_json()
 
 
 def apart(a: list[float], b: list[float]) -> float:
@@ -69,6 +90,7 @@ def run(script: dict[str, Any], folder: Path, procs: int, facts: Facts) -> dict[
                 alike = {**found.division, "batchnorm": "all", "draws": "all", "batches": at}
                 for name, division in (("exact", alike), ("ranks", found.division)):
                     entry[name] = course(launcher_of(command, procs), Plan((Choice(LEVER, division),)), job, facts, 0)
+                entry["speed"] = speed(command, found.division, procs, job, facts)
                 entry["one"] = [course(command, Plan(), job, facts, seed) for seed in (0, 1, 2)]
             return entry
     except ProgramGone as gone:
@@ -81,21 +103,32 @@ def run(script: dict[str, Any], folder: Path, procs: int, facts: Facts) -> dict[
 
 def row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
     if "failed" in entry:
-        return (name, "**failed**", "", "", "", "", "", entry["failed"])
+        return (name, "**failed**", "", "", "", "", "", "", "", entry["failed"])
     found = Rehearsed.from_json(entry["rehearsed"])
     error = "-" if found.gradient_error is None else f"{found.gradient_error:.1e}"
     if found.division is None:
-        return (name, "refused", error, "", "", "", "", found.why_not)
+        return (name, "refused", error, "", "", "", "", "", "", found.why_not)
     one = entry["one"]
     exact, own = apart(entry["exact"], one[0]), apart(entry["ranks"], one[0])
     spread = max(apart(one[a], one[b]) for a, b in ((1, 0), (2, 0), (2, 1)))
     verdict = "the same" if own <= ROUNDING else "other draws" if own <= SPREADS * spread else "**other**"
     how = HOW[found.division["batches"]].format(found.division["reduction"])
-    return (name, how, error, f"{exact:.1e}", f"{own:.1e}", f"{spread:.1e}", verdict, "; ".join(found.notes))
+    fast, exchange = pace(entry.get("speed"))
+    return (name, how, error, f"{exact:.1e}", f"{own:.1e}", f"{spread:.1e}", verdict, fast, exchange, "; ".join(found.notes))
+
+
+def pace(told: dict[str, Any] | None) -> tuple[str, str]:
+    """The columns *speed* and *exchange*."""
+    found = RanksRecord.from_json(told) if told else None
+    if found is None or found.ratio is None:
+        return "*not run*" if found is None else found.why_not, ""
+    share = [pace.exchange_ms / pace.step_ms for pace in found.paces if pace.step_ms]
+    ratio = found.ratio
+    return f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]", f"{min(share):.0%} to {max(share):.0%}".replace("%", " %") if share else ""
 
 
 def page(entries: dict[str, dict[str, Any]], procs: int) -> str:
-    header = ("script", "divides", "first gradient, off", "exact", "own", "spread", "verdict", "why, notes")
+    header = ("script", "divides", "first gradient, off", "exact", "own", "spread", "verdict", "speed", "exchange", "why, notes")
     steps = [len(entry["ranks"]) for entry in entries.values() if "ranks" in entry]
     return "\n".join([f"# Scripts for one process as {procs} ranks\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n",
                       f"Losses of {min(steps, default=0)} to {max(steps, default=0)} backward passes; gloo, {procs} processes with one thread each.\n",

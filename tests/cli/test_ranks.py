@@ -9,7 +9,7 @@ import sys
 import pytest
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 TRAINS = """
 import os, torch
@@ -23,7 +23,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 if not os.path.isdir("runs"):
     os.mkdir("runs")
 best = 1e9
-for epoch in range(4):
+for epoch in range(int(os.environ.get("EPOCHS", 4))):
     for x, y in loader:
         loss = nn.functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
@@ -96,6 +96,25 @@ def test_a_script_for_one_process_as_two(flatout, script):
     assert "flatout: rank 1" in fails.err
     assert "ValueError: a fault of this rank alone" in fails.err
     assert fails.left == []
+
+
+    tune = flatout("tune", "--procs", "2", "--budget", "12s", "--levers", "tf32", "--no-write", "python", "train.py", cwd=folders[1], env={"EPOCHS": "100000"},
+                   timeout=150)
+    assert tune.code == 0, tune.err
+    assert "rehearsing" not in tune.err
+    job = next(path for path in (folders[1] / ".flatout").iterdir() if path.name.endswith("-2-processes"))
+    ranks = json.loads((job / "session.json").read_text())["ranks"]
+    assert ranks["division"]["batches"] == "index"
+    assert ranks["ratio"]["median"] > 0
+    assert [pace["rank"] for pace in ranks["paces"]] == [0, 1]
+    assert all(pace["exchange_ms"] > 0 and 8 <= pace["samples"] <= 10 for pace in ranks["paces"])
+    assert ranks["sent_bytes"] >= 4 * 195
+    assert "2 ranks are " in tune.out
+    assert "flatout run --procs 2 python train.py" in tune.out
+    assert "As ranks, beside one process" in (job / "report.html").read_text()
+    assert tune.left == []
+    remark = flatout("run", "python", "train.py", cwd=folders[1]).err  # that plan is for two
+    assert "no plan fits this command yet" in remark
 
 
 def test_a_loss_between_samples_sees_whole_batches(flatout, script):

@@ -95,7 +95,8 @@ def row(rank, own, data=0.0, elements=10.0, steps=20):
     """A rank whose steps all take what the slowest takes; ``own`` and the rest may be a list, step by step."""
     def each(value):
         return list(value) if isinstance(value, list) else [value] * steps
-    return {"rank": rank, "host": f"node{rank}", "own": each(own), "data_ms": each(data), "elements": each(elements), "samples": each(4.0), "sent_bytes": each(8.0)}
+    return {"rank": rank, "host": f"node{rank}", "own": each(own), "data_ms": each(data), "elements": each(elements), "samples": each(4.0),
+            "sent_bytes": each(8.0)}
 
 
 def of(*rows):

@@ -15,6 +15,7 @@ from flatout.render.wording import count, drawable, interval, milliseconds, one_
 
 MOST_RANKS = 32  # shown; the rest is in session.json
 ROW = 62
+MORE_THAN_ALL = 1.1  # of so many times the speed of one process
 
 
 def summary(session: SessionRecord) -> str:
@@ -29,7 +30,11 @@ def summary(session: SessionRecord) -> str:
     said = f"{who} are {times(ratio.median)[:-1]} times as fast as one process" + (f" ({inside})" if inside else "")
     efficiency = found.efficiency
     said += f": {efficiency:.0%} of {found.procs} times its speed".replace("%", " %") if efficiency is not None else ""
-    return said + (". One process is faster here: leave the ranks away." if ratio.high < 1 else ".")
+    if ratio.high < 1:
+        return said + ". One process is faster here: leave the ranks away."
+    if efficiency is not None and efficiency > MORE_THAN_ALL:
+        return said + ". Ranks alone cannot bring that much: one process does not use this machine well, and `flatout tune` without ranks may find out why."
+    return said + "."
 
 
 def remarks(found: RanksRecord) -> list[str]:

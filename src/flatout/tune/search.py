@@ -38,7 +38,7 @@ LONGEST_START = 0.15  # of the budget, for a program that fetches its whole data
 def search(tuning: Tuning) -> SessionRecord:
     """Raises ProgramFailed where the plain program fails by itself, NothingMeasured where it does not train."""
     try:
-        _observe(tuning)
+        observe(tuning)
         beside_one_process(tuning)
         live_race(tuning)
         process_race(tuning)
@@ -52,7 +52,8 @@ def search(tuning: Tuning) -> SessionRecord:
     return tuning.session
 
 
-def _observe(tuning: Tuning) -> None:
+def observe(tuning: Tuning) -> None:
+    """The plain program in its steady state, and what every lever says of it. Raises what ``search`` raises."""
     tuning.watcher.stage("observing", "the plain program, until its steps are steady")
     try:
         plain = tuning.arena.enter(Plan(), 0, patience_s=max(min(60.0, 3 * tuning.goal.budget_s), 0.8 * tuning.goal.budget_s))
