@@ -62,7 +62,8 @@ def course(command: Command, plan: Plan, job: JobFolder, facts: Facts, seed: int
 def speed(command: Command, division: dict[str, Any], procs: int, job: JobFolder, facts: Facts) -> dict[str, Any]:
     """How much faster the ranks are than one process, and the pace of each. Raises ProgramGone, FlatoutError."""
     session = SessionRecord(list(command.typed), str(Path.cwd()), {}, ranks=RanksRecord(procs, division))
-    tuning = Tuning(launcher_of(command, procs, cores=facts.cores), job, facts, session, Goal(SPEED_S / SHARE), base=Plan((Choice(LEVER, division),)), alone=command)
+    base = Plan((Choice(LEVER, division),))
+    tuning = Tuning(launcher_of(command, procs, cores=facts.cores), job, facts, session, Goal(SPEED_S / SHARE), base=base, alone=command)
     try:
         observe(tuning)
         beside_one_process(tuning)

@@ -295,6 +295,17 @@ class RanksRecord(Record):
 
 
 @dataclass
+class NamedRecord(Record):
+    """A lever that changes what is learned, tried because a person has named it: ``ratio`` against the plain program, and the losses of both from one seed."""
+
+    plan: str
+    ratio: Ratio | None = None
+    plain_losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    why_not: str = ""
+
+
+@dataclass
 class SessionRecord(Record):
     """Everything one `flatout tune` learned. Saved after every contest as ``session.json``."""
 
@@ -320,6 +331,7 @@ class SessionRecord(Record):
     memory_limit_bytes: int | None = None  # what was asked for
     frontier: list[Point] = field(default_factory=list)  # time against memory, in the order of measuring; the first is the point of comparison
     ranks: RanksRecord | None = None  # where the program was tuned as several
+    named: list[NamedRecord] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)  # of the profile that told the search where to begin
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)

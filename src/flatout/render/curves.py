@@ -36,10 +36,10 @@ class LossCurves:
         return [v for curve in (self.plain, self.tuned, self.low, self.high) for v in curve if v is not None]
 
 
-def loss_curves(guard: GuardRecord) -> LossCurves | None:
-    """None where there is nothing to draw."""
-    plain = [[drawable(v) for v in curve] for curve in guard.plain_losses if curve]
-    tuned = [[drawable(v) for v in curve] for curve in guard.tuned_losses if curve]
+def loss_curves(plain_losses: Sequence[Sequence[float]], tuned_losses: Sequence[Sequence[float]]) -> LossCurves | None:
+    """One curve a seed. None where there is nothing to draw."""
+    plain = [[drawable(v) for v in curve] for curve in plain_losses if curve]
+    tuned = [[drawable(v) for v in curve] for curve in tuned_losses if curve]
     total = max((len(curve) for curve in plain[:1] + tuned[:1]), default=0)
     every = max(1, -(-total // MAX_POINTS))
     thin_plain = [_thin(curve[:total], every) for curve in plain]

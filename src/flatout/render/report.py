@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from flatout.plan.records import PHASES, Contest, GuardCheck, LeverRecord, SessionRecord
+from flatout.plan.records import PHASES, Contest, GuardCheck, LeverRecord, NamedRecord, SessionRecord
 from flatout.plan.words import Status
 from flatout.render import machine, pictures, ranks_story, story, wording
 from flatout.render.curves import loss_curves, remarks
@@ -38,7 +38,7 @@ def report_html(session: SessionRecord) -> str:
 def _context(session: SessionRecord) -> dict[str, Any]:
     baseline, best = story.parts(session.baseline), story.parts(story.tuned_side(session))
     ordered = story.levers_in_order(session)
-    curves = loss_curves(session.guard)
+    curves = loss_curves(session.guard.plain_losses, session.guard.tuned_losses)
     rows = story.before_after(session)
     return {
         "headline": story.headline(session),
@@ -69,6 +69,7 @@ def _context(session: SessionRecord) -> dict[str, Any]:
         "seeds": curves.seeds if curves else 0,
         "seed": session.guard.seeds[0] if session.guard.seeds else None,
         "remarks": remarks(session.guard, curves) if curves else [],
+        "named": [_named(each) for each in session.named[:MAX_ROWS]],
         "payback": story.payback_sentence(session),
         "contests": [_contest_row(contest) for contest in session.contests[:MAX_ROWS]],
         "more_contests": max(0, len(session.contests) - MAX_ROWS),
@@ -79,6 +80,11 @@ def _context(session: SessionRecord) -> dict[str, Any]:
         "facts": machine.facts(session),
         "version": wording.one_line(session.flatout, 40),
     }
+
+
+def _named(each: NamedRecord) -> dict[str, Any]:
+    curves = loss_curves([each.plain_losses], [each.losses])
+    return {"plan": wording.one_line(each.plan, 200), "summary": story.named_sentence(each), "plot": pictures.loss_plot(curves) if curves else None}
 
 
 def _ranks(session: SessionRecord) -> dict[str, Any] | None:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from flatout.plan.records import NOT_SLOWER, PHASES, GuardRecord, LeverRecord, Point, Ratio, SessionRecord, Side
+from flatout.plan.records import NOT_SLOWER, PHASES, GuardRecord, LeverRecord, NamedRecord, Point, Ratio, SessionRecord, Side
 from flatout.plan.words import Status
 from flatout.render.wording import (
     NOTHING,
     count,
     drawable,
     duration,
+    figure,
     interval,
     legible,
     milliseconds,
@@ -248,6 +249,22 @@ def spelled(ratio: Ratio) -> str:
     """``1.80x (1.60–2.00)``; an estimate has no interval."""
     inside = f" ({interval(ratio.low, ratio.high)})" if ratio.low < ratio.high else ""
     return times(ratio.median) + inside
+
+
+LAST = 0.1  # of the steps that both have, over which the losses at the end are averaged
+
+
+def named_sentence(each: NamedRecord) -> str:
+    """How fast it is, and where its loss stands beside the plain one after the same steps."""
+    if each.ratio is None:
+        return sentence(f"not measured: {one_line(each.why_not)}")
+    steps = min(len(each.plain_losses), len(each.losses))
+    said = f"{spelled(each.ratio)} as fast"
+    if not steps:
+        return sentence(said)
+    last = max(1, round(LAST * steps))
+    plain, other = (sum(losses[steps - last:steps]) / last for losses in (each.plain_losses, each.losses))
+    return f"{said}; after {count(steps)} losses its loss is {figure(other)}, the plain program's {figure(plain)} (means of the last {count(last)})."
 
 
 def guard_sentence(guard: GuardRecord) -> str:

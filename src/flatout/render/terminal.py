@@ -40,6 +40,7 @@ def session_tables(session: SessionRecord) -> RenderableType:
     lines += section(_frontier(session))
     lines += section(_levers(session))
     lines += section(_predictions(session))
+    lines += section(pairs([(each.plan, text(story.named_sentence(each))) for each in session.named]) if session.named else None)
     closing = [("guard", story.guard_sentence(session.guard)), ("pays back", story.payback_sentence(session)), ("tried", story.effort(session))]
     if story.neighbours(session):
         closing.append(("neighbours", story.neighbours(session)))

@@ -2,6 +2,7 @@
 
     observe    one plain program to its steady state; every lever says whether it applies
     ranks      where the program runs as several: beside one process of it, and each at its own pace
+    by name    what a person has named though it changes what is learned: speed and loss curve beside the plain program's
     live race  levers that can be switched between steps, one after another, inside that program
     race       levers that need a process of their own, in turns with the plain one; among them a second plain program
                (A/A), which gives the noise floor and, with the first, the mean that the others are measured against
@@ -27,6 +28,7 @@ from flatout.tune.combine import combine
 from flatout.tune.confirm import keep_first_record, replica, settle
 from flatout.tune.fit import fit
 from flatout.tune.live import live_race
+from flatout.tune.named import by_name
 from flatout.tune.race import process_race
 from flatout.tune.ranks import beside_one_process
 from flatout.tune.tuning import Tuning
@@ -40,6 +42,7 @@ def search(tuning: Tuning) -> SessionRecord:
     try:
         observe(tuning)
         beside_one_process(tuning)
+        by_name(tuning)
         live_race(tuning)
         process_race(tuning)
         tuned = fit(tuning, combine(tuning))

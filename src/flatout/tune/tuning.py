@@ -11,7 +11,7 @@ from flatout.measure.clock import seconds
 from flatout.plan.errors import FlatoutError, NothingMeasured, ProgramFailed
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Plan
+from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import Contest, Ratio, SessionRecord, TrialRecord
 from flatout.plan.words import Effect
 from flatout.trial.blocks import LeverFailed, Watcher
@@ -35,7 +35,7 @@ class Goal:
     """What was asked for. ``horizon_s`` is how long the real job will run: a warm-up must be repaid within it.
 
     ``first`` are the levers to begin with, the most promising first: what a profile of the program has found. ``memory_limit_bytes`` is what the
-    tensors of a step may take; the fastest plan that fits is wanted then.
+    tensors of a step may take; the fastest plan that fits is wanted then. ``named`` are tried beside the search, and never taken.
     """
 
     budget_s: float
@@ -44,6 +44,7 @@ class Goal:
     horizon_s: float = 3600.0
     first: tuple[str, ...] = ()
     memory_limit_bytes: int | None = None
+    named: tuple[Choice, ...] = ()
 
 
 @dataclass

@@ -1,0 +1,45 @@
+"""Levers that a person has named and the tuner never takes, because they change what is learned: measured beside the plain program, with both loss curves.
+
+Both start from the same seed and take turns block by block, so speed and losses belong to the same steps. Nothing of it enters the plan.
+"""
+
+from __future__ import annotations
+
+from flatout.measure.clock import seconds
+from flatout.measure.statistics import compare
+from flatout.plan.plan import Plan, spell
+from flatout.plan.records import NamedRecord
+from flatout.trial.blocks import LeverFailed
+from flatout.trial.parent import ProgramGone
+from flatout.tune.arena import Entrant
+from flatout.tune.tuning import Tuning, why_gone
+
+SHARE = 0.4  # of the budget, for all of them
+MOST_ROUNDS = 1000  # the clock ends a pair
+SEED = 0
+
+
+def by_name(tuning: Tuning) -> None:
+    """Fills ``session.named``. A lever that fails is a sentence there; the search goes on."""
+    known = {each.plan for each in tuning.session.named}
+    todo = [choice for choice in tuning.goal.named if spell(choice.name, choice.value) not in known]
+    for choice in todo:
+        plan, start_s = Plan((choice,)), seconds()
+        found = NamedRecord(plan.describe())
+        tuning.watcher.stage("by name", f"{found.plan} takes turns with the plain program")
+        entrants: list[Entrant] = []
+        try:
+            for each in (Plan(), plan):
+                entrants.append(tuning.enter(each, SEED))
+            plain, named = (entrant.trial for entrant in entrants)
+            until_s = seconds() + max(SHARE * tuning.goal.budget_s / len(todo) - (seconds() - start_s), 4 * tuning.arena.block_s)
+            found.ratio = compare([tuning.arena.pair(plain, named, MOST_ROUNDS, until_s)])
+            records = plain.finish(), named.finish()
+            found.plain_losses, found.losses = ([float.fromhex(loss) for loss in record.losses] for record in records)
+        except (ProgramGone, LeverFailed) as error:
+            found.why_not = why_gone(error)
+        finally:
+            for entrant in entrants:
+                tuning.arena.dismiss(entrant.trial)
+        tuning.session.named.append(found)
+        tuning.note(found.plan, "by name", found.ratio, found.why_not, start_s)
