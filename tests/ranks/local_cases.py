@@ -167,32 +167,37 @@ def alike(weights):
 
 
 def meetings():
-    """Before each of these the ranks are apart, after it they are not; in the middle of rounds, with something under way."""
-    found, folder = {}, Path(sys.argv[1])
-    for overlap in (False, True):
-        program = Program({"every": 4, "outer": "nesterov", "overlap": overlap, "warmup": 3}, length=48)
-        program.train(1, after=lambda step: found.setdefault(f"{overlap} warm", []).append([program.divided.local.apart, alike(program.now())]))
-        weights = {name: tensor.clone() for name, tensor in program.model.state_dict().items()}
+    return {str(overlap): meeting(overlap) for overlap in (False, True)}
 
-        def evaluate():
-            with torch.no_grad():
-                program.model(torch.zeros(1, 6, dtype=torch.float64))
 
-        for name, meet in (("evaluation", evaluate), ("state_dict", program.model.state_dict),
-                           ("save", lambda: torch.save([p.detach() for p in program.model.parameters()], folder / f"{PLACE.rank}.pt")),
-                           ("load_state_dict", lambda: program.model.load_state_dict(weights))):
-            before = []
-            program.train(2, after=lambda step: before.append(alike(program.now())))
-            for x, y in program.loader:  # one more step, so that a round has begun
-                program.optimizers[0].zero_grad()
-                nn.functional.cross_entropy(program.model(x), y).backward()
-                program.optimizers[0].step()
+def meeting(overlap):
+    """Before each way to meet the ranks are apart, after it they are not; in the middle of a round, with something under way where they overlap."""
+    found, warm = {}, []
+    program = Program({"every": 4, "outer": "nesterov", "overlap": overlap, "warmup": 3}, length=48)
+    program.train(1, after=lambda step: warm.append([program.divided.local.apart, alike(program.now())]))
+    weights = {name: tensor.clone() for name, tensor in program.model.state_dict().items()}
+
+    def evaluate():
+        with torch.no_grad():
+            program.model(torch.zeros(1, 6, dtype=torch.float64))
+
+    def save():
+        torch.save([p.detach() for p in program.model.parameters()], Path(sys.argv[1]) / f"{PLACE.rank}.pt")
+
+    for name, meet in (("evaluation", evaluate), ("state_dict", program.model.state_dict), ("save", save),
+                       ("load_state_dict", lambda: program.model.load_state_dict(weights))):
+        program.train(1)
+        for x, y in program.loader:  # two steps more: a round has begun, and has not ended
+            program.optimizers[0].zero_grad()
+            nn.functional.cross_entropy(program.model(x), y).backward()
+            program.optimizers[0].step()
+            if len(x) and program.divided.local.since == 2:
                 break
-            apart = not alike(program.now())
-            meet()
-            found[f"{overlap} {name}"] = [apart, alike(program.now())]
-        found[f"{overlap} put back"] = program.now() == vector(weights.values()).tolist()
-        program.leave()
+        apart = not alike(program.now())
+        meet()
+        found[name] = [apart, alike(program.now())]
+    found |= {"warm": warm, "put back": program.now() == vector(weights.values()).tolist()}
+    program.leave()
     return found
 
 
@@ -203,9 +208,8 @@ def compressed():
         program = Program({"every": 3}, length=36)
         if way is not None:
             program.divided.wanted = replace(program.divided.wanted, way=way)
-        program.train(1)
-        program.train(1)
-        found["plain" if way is None else way.name] = [program.divided.local.traffic.sent_bytes, program.now()]
+        program.train(2)
+        found["plain" if way is None else way.name] = [program.divided.local.traffic.sent_bytes, program.weights[4]]  # two steps, and a round of three
         program.leave()
     return found
 

@@ -34,7 +34,8 @@ def apart(a, b):
 def rounded(got, right, way, scale=1.0):
     """Whether each number is the right one but for the rounding of its two parts and their sum; a part may be larger than the sum."""
     largest = max(map(abs, right)) * scale
-    return all(abs(x - scale * y) <= ROUNDINGS * DIGITS[way] * (abs(scale * y) + 0.25 * largest) + SINKS[way] * largest for x, y in zip(got, right, strict=True))
+    return all(abs(x - scale * y) <= ROUNDINGS * DIGITS[way] * (abs(scale * y) + 0.25 * largest) + SINKS[way] * largest
+               for x, y in zip(got, right, strict=True))
 
 
 def test_half_the_bytes_and_the_gradient_but_for_rounding(found):

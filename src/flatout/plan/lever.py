@@ -25,6 +25,10 @@ class Options:
     values: tuple[Value, ...]
     effect: Effect | None = None
 
+    def value_for(self, asked: Value) -> Value:
+        """The value itself; for a lever that was only named (``true``) and has other values, the first of them."""
+        return self.values[0] if asked is True and not any(value is True for value in self.values) else asked
+
 
 @dataclass(frozen=True)
 class Skip:
