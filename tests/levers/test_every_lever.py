@@ -38,12 +38,15 @@ VALUES = {
     "resident_data": [{"mib": 64}], "device_prefetch": [2], "batch_size": [{"size": 4}, {"size": 16, "loader": 1}], "memory_budget": [0.5], "inplace": [True],
     "recompute": [{"ops": "cheap"}, {"ops": "linear", "share": 0.5}], "offload": ["activations", "optimizer"], "optimizer_state": ["8bit"],
     "data_parallel": [{"reduction": "mean"}],
+    "local_sgd": [{"every": 8}, {"every": 4, "outer": "nesterov", "overlap": True, "warmup": 100}],
+    "comm_compression": ["bf16", "fp16", "powersgd", {"kind": "powersgd", "rank": 1, "after": 0}], "gradient_buckets": [1, "all"],
 }
 UNAVAILABLE = {"resident_data": "no CUDA device", "optimizer_state": "pip install"}  # here; what their apply says
+AMONG_RANKS = {"local_sgd", "comm_compression", "gradient_buckets"}  # these act through what data_parallel has in place (tests/ranks)
 BY_NAME = {lever.name: lever for lever in TABLE}
-BY_NAME_ONLY = {"batch_size", "optimizer_state"}  # what changes the maths, and so is never the tuner's
+BY_NAME_ONLY = {"batch_size", "optimizer_state", "local_sgd"}  # what changes the maths, and so is never the tuner's
 IN_PROCESS = [lever for lever in TABLE if lever.moment is not Moment.PROCESS]
-CASES = [pytest.param(lever, value, id=f"{lever.name}-{value}") for lever in IN_PROCESS for value in VALUES[lever.name]]
+CASES = [pytest.param(lever, value, id=f"{lever.name}-{value}") for lever in IN_PROCESS if lever.name not in AMONG_RANKS for value in VALUES[lever.name]]
 
 
 def as_a_rank(lever: Lever, monkeypatch) -> None:
@@ -221,6 +224,19 @@ def everything(live):
         "loader": [live.loader.num_workers, live.loader.pin_memory, len(live.scene._loaders.rules),
                    len(live.scene._loaders.feed_rules), len(live.scene._loaders._feeds)],
     }
+
+
+@pytest.mark.parametrize("name", sorted(AMONG_RANKS))
+def test_levers_among_ranks_do_nothing_in_one_process(program, name):
+    live, lever = program(), BY_NAME[name]
+    assert lever.needs == ("data_parallel",)
+    before = everything(live)
+    for act in (lever.apply, lever.known_bad):
+        with pytest.raises(LookupError, match="the program runs as one process"):
+            act(live.scene, VALUES[name][0], Ledger())
+    with pytest.raises(TypeError):
+        lever.check({"nothing": "like it"})
+    assert everything(live) == before
 
 
 @pytest.mark.parametrize(("lever", "value"), CASES)

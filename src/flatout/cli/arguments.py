@@ -6,15 +6,19 @@ import os
 import re
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import click
 
+from flatout.levers import TABLE
 from flatout.plan.errors import StorageError, UsageError
 from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Plan
+from flatout.plan.plan import Choice, Plan, is_value
+from flatout.plan.words import Origin
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
@@ -54,6 +58,42 @@ class Amount(click.ParamType):
         if not 1 <= number < 2**60:
             self.fail(f"{value!r} is not an amount of memory; write 8GB or 500MiB", param, ctx)
         return int(number)
+
+
+class LeverByName(click.ParamType):
+    """``NAME`` or ``NAME=VALUE``, VALUE in TOML or a bare word: a Choice of the person's. A bare name is ``true``: the first value that the lever offers."""
+
+    name = "lever"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Choice:
+        if isinstance(value, Choice):
+            return value
+        name, has_value, text = str(value).partition("=")
+        name, text = name.strip(), text.strip()
+        lever = next((each for each in TABLE if each.name == name), None)
+        if lever is None:
+            near = get_close_matches(name, [each.name for each in TABLE], 1, 0.5)
+            self.fail(f"there is no lever {name!r}{f'; did you mean {near[0]}?' if near else '.'} `flatout levers` lists them.", param, ctx)
+        read = _toml_value(text) if has_value else True
+        if read is None:
+            self.fail(f"{text!r} is no value for {name}: write true, a number, a word, or a table as in --with '{name}={{every = 8}}'.", param, ctx)
+        if has_value:
+            try:
+                lever.check(read)
+            except TypeError as error:
+                self.fail(f"{error}. `flatout levers {name}` shows its page.", param, ctx)
+        return Choice(name, read, Origin.USER)
+
+
+def _toml_value(text: str) -> Any:
+    """What a plan may hold; None for anything else."""
+    if re.fullmatch(r"[A-Za-z_][\w.+-]*", text) and text not in ("true", "false"):
+        return text
+    try:
+        held = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return None
+    return held["value"] if set(held) == {"value"} and is_value(held["value"]) else None
 
 
 class Sizes(click.ParamType):

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from flatout.cli import places, ranks
-from flatout.cli.arguments import PROGRAM, Duration, program, read_plan, words_or_usage
+from flatout.cli.arguments import PROGRAM, Duration, LeverByName, program, read_plan, words_or_usage
 from flatout.launch.command import Command, understand
 from flatout.launch.elastic import agent_command
 from flatout.launch.environment import attached, listening
@@ -21,7 +21,7 @@ from flatout.levers import TABLE
 from flatout.plan.errors import FlatoutError, ProgramNotFound, UsageError
 from flatout.plan.facts import Facts
 from flatout.plan.folder import read_json, write_json
-from flatout.plan.plan import Plan
+from flatout.plan.plan import Choice, Plan, in_words
 from flatout.plan.words import Moment
 from flatout.probe.machine import look
 from flatout.tune.session import differences, job_folder, key_of, plan_files
@@ -31,12 +31,14 @@ ENTRY = "flatout.cli.attached:attach"
 
 @click.command(context_settings=PROGRAM)
 @click.option("--plan", "plan_path", default=None, help="A plan file, or `none`; else the plan tuned for this command, script, machine and versions.")
+@click.option("--with", "chosen", multiple=True, type=LeverByName(), metavar="NAME[=VALUE]",
+              help="This lever too, whatever the plan says: --with autocast, --with 'local_sgd={every = 8}'. May be given several times.")
 @click.option("--budget", default=None, type=Duration(), help="Tune first for this long, where no plan fits.")
 @ranks.options
 @places.options
 @click.option("--watch", is_flag=True, help="A live line on standard error: samples/s, waiting for data, cores, memory, MFU where FLOPs are known.")
 @program
-def command(plan_path: str | None, budget: float | None, watch: bool, words: tuple[str, ...], **elsewhere: Any) -> int:
+def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | None, watch: bool, words: tuple[str, ...], **elsewhere: Any) -> int:
     """Run a program under its plan.
 
     The program takes this process over: its input, output, signals and exit code are its own. With --procs or --gpus it is started several times, each on
@@ -46,19 +48,22 @@ def command(plan_path: str | None, budget: float | None, watch: bool, words: tup
     asked = ranks.ranks_asked(elsewhere)
     place = places.place_of(elsewhere, asked)
     if place is not None and place.cluster in ("slurm", "k8s"):
-        return places.go(place, cmd, os.environ, ["--plan", plan_path] if plan_path is not None else [])
+        options = [*(["--plan", plan_path] if plan_path is not None else []), *(f"--with={in_words(choice)}" for choice in chosen)]
+        return places.go(place, cmd, os.environ, options)
     facts = look()
     made_for = asked.title if asked is not None and place is None else ""
     plan, remark = _plan_for(cmd, facts, plan_path, made_for)
     if plan is None and budget:
         plan = _tune_first(words, budget, asked)
+    for choice in chosen:
+        plan = (plan or Plan()).with_choice(choice)
     if plan is None and asked is None and place is None:
         remark = remark or "no plan fits this command yet"
         _say(f"{remark}; running it as it is. To tune: flatout tune {' '.join(words)}")
     elif remark:
         _say(remark)
     if asked is not None or place is not None:
-        return _run_as_ranks(cmd, facts, plan or Plan(), asked, place, known_ideal(cmd) if watch else None)
+        return _run_as_ranks(cmd, facts, plan or Plan(), chosen, asked, place, known_ideal(cmd) if watch else None)
     if not watch and not (plan is not None and len(plan)):
         _become(cmd, _listening())
     if cmd.closed:
@@ -67,7 +72,8 @@ def command(plan_path: str | None, budget: float | None, watch: bool, words: tup
     return _become(cmd, _environment(plan or Plan(), facts, known_ideal(cmd) if watch else None))
 
 
-def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, asked: ranks.RanksAsked | None, place: Any, watch: dict[str, float] | None) -> int:
+def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, ...], asked: ranks.RanksAsked | None, place: Any,
+                  watch: dict[str, float] | None) -> int:
     """On this machine, or with the nodes of ``place``."""
     from flatout.cli.dividing import divided_plan, division, run_divided
     from flatout.tune.rehearsal import LEVER
@@ -80,6 +86,10 @@ def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, asked: ranks.RanksAske
     if value is None and not (place is not None and place.nodes.node_rank):  # the other nodes take what the first one found
         value = division(cmd, facts, asked)
     plan, left_out = divided_plan(plan, value or {})
+    for choice in chosen:  # asked for by name, for this very run
+        if choice.name in left_out and choice.name != LEVER:
+            plan = plan.with_choice(choice)
+            left_out.remove(choice.name)
     if [name for name in left_out if name != LEVER]:
         _say(f"with several ranks these levers of the plan are left out: {', '.join(name for name in left_out if name != LEVER)}")
     environment = _environment(plan, facts, watch, seed=secrets.randbits(31))
@@ -153,7 +163,7 @@ def _environment(plan: Plan, facts: Facts, watch: dict[str, float] | None = None
             answer = lever.applies(facts, None)
             if hasattr(answer, "reason"):
                 raise LookupError(answer.reason)
-            extra.update(lever.environment(facts, choice.value))
+            extra.update(lever.environment(facts, answer.value_for(choice.value)))
         except Exception as error:
             left_out.append((choice.name, str(error)))
     job = Path(tempfile.mkdtemp(prefix="flatout-run-")) / "job.json"

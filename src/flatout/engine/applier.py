@@ -6,7 +6,7 @@ A lever that fails is undone, named and left out: the program runs on without it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flatout.capture.ledger import Ledger
@@ -101,6 +101,8 @@ class Applier:
                 return Outcome(choice, False, answer.reason)
             if lever.apply is None:
                 return Outcome(choice, False, "it acts before the program starts; use `flatout run`")
+            if isinstance(answer, Options):
+                choice = replace(choice, value=answer.value_for(choice.value))
             self._on.append((choice, lever.apply(self.scene, choice.value, ledger)))
             return Outcome(choice, True)
         except Exception as error:

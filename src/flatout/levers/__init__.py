@@ -9,6 +9,7 @@ from flatout.levers.batch_size import LEVER as batch_size
 from flatout.levers.batched_transforms import LEVER as batched_transforms
 from flatout.levers.cached_prefix import LEVER as cached_prefix
 from flatout.levers.channels_last import LEVER as channels_last
+from flatout.levers.comm_compression import LEVER as comm_compression
 from flatout.levers.compile import LEVER as compile_
 from flatout.levers.cudnn_benchmark import LEVER as cudnn_benchmark
 from flatout.levers.data_parallel import LEVER as data_parallel
@@ -17,8 +18,10 @@ from flatout.levers.device_prefetch import LEVER as device_prefetch
 from flatout.levers.fused_ops import LEVER as fused_ops
 from flatout.levers.fused_optimizer import LEVER as fused_optimizer
 from flatout.levers.gc_pause import LEVER as gc_pause
+from flatout.levers.gradient_buckets import LEVER as gradient_buckets
 from flatout.levers.inplace import LEVER as inplace
 from flatout.levers.loader import LEVER as loader
+from flatout.levers.local_sgd import LEVER as local_sgd
 from flatout.levers.malloc import LEVER as malloc
 from flatout.levers.memory_budget import LEVER as memory_budget
 from flatout.levers.offload import LEVER as offload
@@ -43,6 +46,9 @@ TABLE: tuple[Lever, ...] = (
     resident_data,
     device_prefetch,
     data_parallel,
+    local_sgd,
+    comm_compression,
+    gradient_buckets,
     tf32,
     cudnn_benchmark,
     reduced_precision,

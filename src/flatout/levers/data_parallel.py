@@ -53,9 +53,15 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
     return apply(scene, {**given, "reduction": "mean" if given.get("reduction") == "sum" else "sum"}, ledger)
 
 
+def check(value: Value) -> None:
+    from flatout.ranks.division import Division
+
+    Division.read(value)
+
+
 def code(value: Value) -> str:
     return ("torch.distributed.init_process_group()\nmodel = torch.nn.parallel.DistributedDataParallel(model)\n"
             "sampler = torch.utils.data.DistributedSampler(dataset)  # batch_size divided by the ranks; sampler.set_epoch(epoch) in each epoch")
 
 
-LEVER = Lever(NAME, Moment.LOADER, Effect.RESAMPLED, applies, code, apply=apply, known_bad=known_bad, page=__doc__)
+LEVER = Lever(NAME, Moment.LOADER, Effect.RESAMPLED, applies, code, apply=apply, known_bad=known_bad, check=check, page=__doc__)

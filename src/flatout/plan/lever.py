@@ -25,6 +25,10 @@ class Options:
     values: tuple[Value, ...]
     effect: Effect | None = None
 
+    def value_for(self, asked: Value) -> Value:
+        """The value itself; for a lever that was only named (``true``) and has other values, the first of them."""
+        return self.values[0] if asked is True and not any(value is True for value in self.values) else asked
+
 
 @dataclass(frozen=True)
 class Skip:
@@ -45,6 +49,10 @@ def _nothing_in_environment(facts: Facts, value: Value) -> Mapping[str, str]:
     return {}
 
 
+def _anything(value: Value) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Lever:
     """One optimisation.
@@ -52,6 +60,7 @@ class Lever:
     ``name`` is the file's name and reads after "with". ``applies(facts, scene)`` answers Options or Skip;
     ``apply(scene, value, ledger)`` acts and returns the Undo. A PROCESS lever has ``environment`` instead:
     the variables that the program must be started with. ``live`` levers can be switched between two steps.
+    ``check(value)`` raises TypeError, with a sentence, for a value that is none, wherever the program is not needed to tell.
     ``saves_memory`` levers are slower on purpose: the search looks at them only where memory is limited. ``needs`` are levers without which
     this one does nothing. ``known_bad(scene, value, ledger)`` is a broken variant that the guard must reject. ``code(value)`` are
     the lines a person would write to have the lever without flatout.
@@ -72,6 +81,7 @@ class Lever:
     excludes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     saves_memory: bool = False
+    check: Callable[[Value], Any] = _anything
     page: str = ""
 
     @property

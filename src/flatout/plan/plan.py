@@ -151,12 +151,13 @@ def _choices(levers: Mapping[str, Any], source: str) -> Iterable[Choice]:
                 origin = Origin(entry.get("origin", "file"))
             except ValueError:
                 raise PlanError(f"{source}: {name} has the unknown origin {entry['origin']!r}; use one of {', '.join(Origin)}.") from None
-        if not _plain(value) or not isinstance(evidence, str):
+        if not is_value(value) or not isinstance(evidence, str):
             raise PlanError(f"{source}: the value of {name} is {value!r}; a value is true, a number, a word, or a table of these.")
         yield Choice(name, value, origin, evidence)
 
 
-def _plain(value: Any) -> bool:
+def is_value(value: Any) -> bool:
+    """Whether a lever may be given this: true, a number, a word, or a table of these."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and isinstance(item, (bool, int, float, str)) for key, item in value.items())
     return isinstance(value, (bool, int, float, str))
@@ -169,6 +170,14 @@ def spell(name: str, value: Value) -> str:
     if isinstance(value, dict):
         return f"{name}({', '.join(f'{k}={v}' for k, v in value.items())})"
     return f"{name}={value}"
+
+
+def in_words(choice: Choice) -> str:
+    """``NAME=VALUE`` as a command line takes it, the value in TOML, which reads what JSON writes of words, numbers and true."""
+    value = choice.value
+    pairs = (f"{json.dumps(key)} = {json.dumps(item)}" for key, item in value.items()) if isinstance(value, dict) else ()
+    text = f"{{{', '.join(pairs)}}}" if isinstance(value, dict) else json.dumps(value)
+    return f"{choice.name}={text}"
 
 
 def diff(a: Plan, b: Plan) -> list[str]:

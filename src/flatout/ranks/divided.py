@@ -23,6 +23,7 @@ from flatout.ranks.exchange import Exchange
 from flatout.ranks.gathering import put_together
 from flatout.ranks.meeting import join
 from flatout.ranks.normalisation import over_all_ranks
+from flatout.ranks.wire import Terms
 
 NAME = "data_parallel"
 COUNTS = "what the script counts itself in a training batch (right answers, samples) it counts over rank 0's share; with --whole it sees whole batches"
@@ -43,7 +44,9 @@ class Divided:
         self.stale_buffers = False  # they differ from rank to rank
         self.everything: tuple[tuple[int, ...], list[Any]] = ((), [])  # all parameters, and what would show that there are others
         self.exchange: Exchange | None = None
-        ledger.call("gradient hooks", self._close_exchange)
+        self.terms = self.wanted = Terms()  # how gradients travel, and how this rank would have them travel
+        self.local: Any = None  # what `local_sgd` has in place
+        ledger.call("gradient hooks", self.close_exchange)
         self.stop_searching: Callable[[], Any] | None = None
 
     def install(self) -> None:
@@ -133,6 +136,8 @@ class Divided:
         return forward_divided
 
     def _before_evaluation(self) -> None:
+        if self.local is not None:
+            self.local.meet()
         if self.stale_buffers:
             self.stale_buffers = False
             self._make_equal(buffer for root in self._live_roots() for buffer in root.buffers())
@@ -177,13 +182,18 @@ class Divided:
             losses = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
             factor = divided._factor()
             exchange = divided._exchange_of_now()
-            exchange.begin()
             divided.in_backward = True
             try:
                 result = backward(losses, weighted(torch, losses, grad_tensors, factor), *args, **kwargs)
+            except BaseException:
+                if exchange is not None:
+                    exchange.give_up()
+                raise
             finally:
                 divided.in_backward = False
-            divided._average(exchange, [divided.scene.without_scale(loss) for loss in losses if not loss.dim()], factor)
+            if exchange is not None:
+                divided._average(exchange, [divided.scene.without_scale(loss) for loss in losses if not loss.dim()], factor)
+            divided._has_learned()
             return result
 
         return backward_divided
@@ -196,15 +206,22 @@ class Divided:
             return float(self.here.world_size) if weight else 0.0
         return (float(self.here.world_size) if weight else 0.0) if self.division.reduction == SUM else weight * self.here.world_size
 
-    def _exchange_of_now(self) -> Exchange:
-        """The parameters that train may change while the script runs: layers are frozen, or are not any more."""
-        parameters = [p for p in self._all_parameters() if p.requires_grad]
+    def _exchange_of_now(self) -> Exchange | None:
+        """For the backward pass that begins; None where its gradients stay on this rank."""
+        if self.local is not None and self.local.alone():
+            return None
+        parameters = self.that_train()
         if self.exchange is None or not _the_same(self.exchange.parameters, parameters):
-            self._close_exchange()
-            self.exchange = Exchange(self.torch, self.here.world_size, parameters, len(self.scene.optimizers) > 1)
+            self.close_exchange()
+            self.exchange = Exchange(self.torch, self.here, parameters, len(self.scene.optimizers) > 1, self.terms)
+        self.exchange.begin()
         return self.exchange
 
-    def _close_exchange(self) -> None:
+    def that_train(self) -> list[Any]:
+        """The parameters that train may change while the script runs: layers are frozen, or are not any more."""
+        return [p for p in self._all_parameters() if p.requires_grad]
+
+    def close_exchange(self) -> None:
         if self.exchange is not None:
             self.exchange.close()
             self.exchange = None
@@ -213,10 +230,13 @@ class Divided:
         if self.division.batches == WHOLE:  # every rank has the loss of the whole batch
             losses = []
         self.scene.listener.exchange_begin()
-        averages = exchange.average([loss.detach() * factor for loss in losses])
-        self.scene.listener.exchange_end()
+        averages = exchange.average([loss.detach() * factor for loss in losses], self.wanted)
+        self.scene.listener.exchange_end(exchange.traffic)
+        self.terms = exchange.terms
         for loss, average in zip(losses, averages, strict=True):
             loss.data.copy_(average)  # what the script prints, and decides by
+
+    def _has_learned(self) -> None:
         self.stale_buffers = True
         if self.stop_searching is not None and self.scene.steps >= SEARCHING_STEPS:
             self.stop_searching()

@@ -1,11 +1,15 @@
 """The exchange of gradients: after a backward pass every rank has the average of what all ranks computed.
 
-What a parameter had accumulated before is the same on every rank, so it passes through the average unchanged; several backward passes may be added
-up. Parameters that went unused on some rank count as zero there, and stay without a gradient where nobody used them.
+What a parameter had accumulated before is the same on every rank. On a plain wire it passes through the average unchanged; a lossy one would round it once
+more in every pass, so there it is put aside, only what the pass brings is sent, and the mean of that is added to it. Parameters that went unused
+on some rank count as zero there, and stay without a gradient where nobody used them.
 
 Buckets travel in one order on every rank, whatever order their gradients arrive in. A bucket leaves while the backward pass still runs, as soon as
 all its gradients are there and those before it have left. Where several optimizers share a program, one pass touches a part of the parameters; then the
 ranks first agree on which buckets there is anything new in, and the others stay.
+
+How it all travels (``Terms``) may change while the program runs: each rank says with every pass what it wants, and when all want the same it holds from
+the next pass on. So nobody sends what another does not expect, though ranks hear of a change at different steps.
 """
 
 from __future__ import annotations
@@ -15,28 +19,25 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-BUCKET_BYTES = 25 * 2**20  # what torch's own DistributedDataParallel takes
+from flatout.plan.standing import Standing
+from flatout.ranks.convoy import CannotExchange, Convoy, Traffic, buckets_of, packed, unpacked
+from flatout.ranks.wire import Terms
+
 WATCHED_PASSES = 2  # none leaves early in these: does any gradient arrive twice?
-
-
-class CannotExchange(RuntimeError):
-    """A sentence: why the gradients of this program cannot be averaged between ranks."""
 
 
 class Exchange:
     """``parameters`` are in the same order on every rank. ``in_parts``: a backward pass touches some of them, and another pass others."""
 
-    def __init__(self, torch: Any, world: int, parameters: Sequence[Any], in_parts: bool) -> None:
-        self.torch, self.world, self.parameters, self.in_parts = torch, world, list(parameters), in_parts
-        self.buckets = _buckets(self.parameters)
-        self.bucket_of = {at: number for number, bucket in enumerate(self.buckets) for at in bucket}
+    def __init__(self, torch: Any, here: Standing, parameters: Sequence[Any], in_parts: bool, terms: Terms) -> None:
+        self.torch, self.here, self.parameters, self.in_parts = torch, here, list(parameters), in_parts
         self.passes = 0
         self.may_leave_early = not in_parts
         self.arrived: Counter[int] = Counter()
-        self.left: list[tuple[Any, Any]] = []  # of this pass: flat gradients, and the exchange under way, bucket by bucket
+        self.aside: dict[int, Any] = {}  # what parameters had accumulated before this pass
+        self.traffic = Traffic()  # of the last pass
         self._missing: list[int] = []  # gradients, bucket by bucket
-        self.left_early = 0  # buckets, of the last pass
-        self.bytes_brought = 0  # by this rank, in the last pass
+        self._travel_under(terms)
         self._hooks = [parameter.register_post_accumulate_grad_hook(partial(self._arrives, at)) for at, parameter in enumerate(self.parameters)]
 
     def close(self) -> None:
@@ -44,49 +45,73 @@ class Exchange:
         for hook in self._hooks:
             hook.remove()
 
+    def _travel_under(self, terms: Terms) -> None:
+        self.terms, self.wire = terms, terms.way.make(self.torch, self.here.world_size)
+        self.buckets = buckets_of(self.parameters, terms.bucket_bytes)
+        self.bucket_of = {at: number for number, bucket in enumerate(self.buckets) for at in bucket}
+        self.convoy = Convoy(self.torch, self.wire)
+
     # -- while the backward pass runs -------------------------------------------------------------------------------
 
     def begin(self) -> None:
         self.passes += 1
         self.arrived.clear()
-        self.left, self.bytes_brought = [], 0
+        self.convoy = Convoy(self.torch, self.wire)
         self._missing = [len(bucket) for bucket in self.buckets]
+        if self.wire.lossy:
+            for at, parameter in enumerate(self.parameters):
+                if parameter.grad is not None:
+                    self.aside[at], parameter.grad = parameter.grad, None
+
+    def give_up(self) -> None:
+        """The pass has failed: what was accumulated before it is there again."""
+        for at, gradient in self.aside.items():
+            self.parameters[at].grad = gradient
+        self.aside.clear()
 
     def _arrives(self, at: int, parameter: Any) -> None:
         self.arrived[at] += 1
         number = self.bucket_of[at]
         if self.arrived[at] > 1:
-            if number < len(self.left):
+            if number < len(self.convoy):
                 raise CannotExchange("a gradient arrived twice in one backward pass, after it had been sent (a block that is computed again twice?)")
             self.may_leave_early = False
             return
         self._missing[number] -= 1
         if self.may_leave_early and self.passes > WATCHED_PASSES:
-            while len(self.left) < len(self.buckets) and not self._missing[len(self.left)]:
-                self._leaves(len(self.left))
+            while len(self.convoy) < len(self.buckets) and not self._missing[len(self.convoy)]:
+                self._leaves(len(self.convoy))
 
     def _leaves(self, number: int) -> None:
-        flat = self._filled(self.buckets[number])
-        self.bytes_brought += flat.numel() * flat.element_size()
-        self.left.append((flat, self.torch.distributed.all_reduce(flat, async_op=True)))
+        bucket = self.buckets[number]
+        self.convoy.leave(self._filled(bucket), [self.parameters[at] for at in bucket])
 
     # -- after it ---------------------------------------------------------------------------------------------------
 
-    def average(self, values: Sequence[Any] = ()) -> list[Any]:
-        """Average gradients in place, and scalar tensors, which are answered in float32 or better. Raises CannotExchange."""
-        self.left_early = len(self.left)
-        numbers = self._touched() if self.in_parts else range(len(self.buckets))
-        for number in list(numbers)[len(self.left):]:
+    def average(self, values: Sequence[Any], wanted: Terms) -> list[Any]:
+        """Average gradients in place, and scalar tensors, which are answered in float32 or better. Raises CannotExchange.
+
+        ``wanted`` holds from the next pass on if every rank wants it now.
+        """
+        left_early, world = len(self.convoy), self.here.world_size
+        numbers = list(self._touched() if self.in_parts else range(len(self.buckets)))
+        for number in numbers[left_early:]:
             self._leaves(number)
-        extra = self._extra(values)
+        extra = self._extra(values, wanted)
         work = self.torch.distributed.all_reduce(extra, async_op=True)
-        for _, under_way in self.left:
-            under_way.wait()
+        means = self.convoy.arrive()
         work.wait()
+        words, used = extra[len(values):len(values) + world], extra[len(values) + world:]
         with self.torch.no_grad():
-            for number, (flat, _) in zip(numbers, self.left, strict=True):
-                self._taken(self.buckets[number], flat.div_(self.world), extra[len(values):])
-        return list(extra[:len(values)] / self.world)
+            for number, flat in zip(numbers, means, strict=True):
+                self._taken(self.buckets[number], flat, used)
+            self.give_up()  # of buckets that stayed
+        flags = len(self.buckets) * 4 if self.in_parts else 0
+        self.traffic = Traffic(self.convoy.sent_bytes, extra.numel() * extra.element_size() + flags, self.convoy.collectives + 1 + bool(flags),
+                               len(means), left_early)
+        if wanted != self.terms and words.tolist() == [wanted.word] * world:
+            self._travel_under(wanted)
+        return list(extra[:len(values)] / world)
 
     def _touched(self) -> list[int]:
         """The buckets that a gradient arrived in, on any rank."""
@@ -105,39 +130,25 @@ class Exchange:
             elif gradient.layout != self.torch.strided:
                 raise CannotExchange("its gradients are sparse (an embedding with sparse=True), which are not exchanged between ranks")
             else:
-                parts.append(gradient.detach().reshape(-1))
-        return self.torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+                parts.append(gradient.detach())
+        return packed(self.torch, parts)
 
-    def _extra(self, values: Sequence[Any]) -> Any:
-        """The values, and for each parameter whether this rank has a gradient of it."""
+    def _extra(self, values: Sequence[Any], wanted: Terms) -> Any:
+        """The values, what each rank wants, and for each parameter whether this rank has a gradient of it."""
         torch, device = self.torch, self.parameters[0].device
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
-        has = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=dtype, device=device)
-        return torch.cat([*(value.detach().to(device, dtype).reshape(1) for value in values), has])
+        words = [wanted.word if rank == self.here.rank else 0.0 for rank in range(self.here.world_size)]
+        has = [float(parameter.grad is not None) for parameter in self.parameters]
+        return torch.cat([*(value.detach().to(device, dtype).reshape(1) for value in values), torch.tensor([*words, *has], dtype=dtype, device=device)])
 
     def _taken(self, bucket: Sequence[int], flat: Any, used: Any) -> None:
-        begin = 0
-        for at in bucket:
+        for at, part in zip(bucket, unpacked(flat, [self.parameters[at] for at in bucket]), strict=True):
             parameter = self.parameters[at]
-            part = flat[begin:begin + parameter.numel()].view(parameter.shape)
-            begin += parameter.numel()
-            if parameter.grad is not None:
+            if at in self.aside:
+                if parameter.grad is not None or float(used[at]) > 0:
+                    self.aside[at].add_(part)
+                parameter.grad = self.aside.pop(at)
+            elif parameter.grad is not None:
                 parameter.grad.copy_(part)
             elif float(used[at]) > 0:
                 parameter.grad = part.clone()
-
-
-def _buckets(parameters: Sequence[Any]) -> list[list[int]]:
-    """Places of parameters that travel together: of one dtype and device, about ``BUCKET_BYTES`` each, the last layers first."""
-    found: list[list[int]] = []
-    filling: dict[tuple[Any, Any], tuple[list[int], int]] = {}
-    for at in reversed(range(len(parameters))):
-        parameter = parameters[at]
-        key, size = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
-        bucket, held = filling.get(key, ([], BUCKET_BYTES))
-        if held + size > BUCKET_BYTES:
-            bucket, held = [], 0
-            found.append(bucket)
-        bucket.append(at)
-        filling[key] = (bucket, held + size)
-    return found

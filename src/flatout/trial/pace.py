@@ -43,10 +43,10 @@ class PaceEar(Ear):
     def exchange_begin(self) -> None:
         self.open = self.clock.mark()
 
-    def exchange_end(self) -> None:
+    def exchange_end(self, traffic: Any) -> None:
         self.spans[-1].append(("exchange_ms", self.open, self.clock.mark()))
         self.counts[-1]["samples"] += self.divided.batches.share.size
-        self.counts[-1]["sent_bytes"] += self.divided.exchange.bytes_brought
+        self.counts[-1]["sent_bytes"] += traffic.sent_bytes
 
     def end(self) -> dict[str, Any]:
         super().end()

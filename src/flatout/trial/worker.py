@@ -207,9 +207,9 @@ class Worker(Listener):
         self._pass_on("exchange_begin")
         self.phases.begin("exchange")
 
-    def exchange_end(self) -> None:
+    def exchange_end(self, traffic: Any) -> None:
         self.phases.end("exchange")
-        self._pass_on("exchange_end")
+        self._pass_on("exchange_end", traffic)
 
     def optimizer_begin(self, optimizer: Any) -> None:
         if self.replica is not None:

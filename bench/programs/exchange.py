@@ -1,0 +1,166 @@
+"""One rank of the programs that bench/exchange.py asks about: `contest` times ways to exchange gradients in turns, `course` trains a small real problem.
+
+Arguments: a JSON file that says what to do, and a folder; rank 0 writes result.json there. Started by flatout's own gang.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
+from flatout.levers import TABLE
+from flatout.measure.clock import HostClock
+from flatout.plan.standing import Standing, standing
+from flatout.ranks.divided import Divided
+from flatout.ranks.division import Division
+
+LEVERS = {lever.name: lever for lever in TABLE}
+SETTLING = 3  # passes after a change: one in which the ranks agree on it, one in which fp16 learns its scale, one more
+CLOCK = HostClock()
+
+
+class Exposed(Listener):
+    """How long each backward pass waited for its exchange, and what it handed over."""
+
+    def __init__(self) -> None:
+        self.waits_ms: list[float] = []
+        self.traffic: Any = None
+
+    def exchange_begin(self) -> None:
+        self.begun = CLOCK.mark()
+
+    def exchange_end(self, traffic: Any) -> None:
+        self.waits_ms.append(CLOCK.elapsed_ms(self.begun, CLOCK.mark()))
+        self.traffic = traffic
+
+
+def entered(here: Standing, value: Any = None) -> tuple[Scene, Exposed, Ledger]:
+    """What a run with several ranks has in place. ``value`` is one for local_sgd."""
+    ledger, exposed = Ledger(), Exposed()
+    scene = Scene(torch, exposed, ledger)
+    divided = Divided(torch, scene, here, Division(), ledger)
+    divided.install()
+    ledger.set(scene, "divided", divided)
+    if value is not None:
+        LEVERS["local_sgd"].apply(scene, value, ledger)
+    scene.install()
+    return scene, exposed, ledger
+
+
+def contest(job: dict[str, Any], here: Standing) -> dict[str, Any]:
+    """Rounds of A B B A for each pair of sides, in this pair of ranks. Milliseconds of each pass, and of its waiting."""
+    scene, exposed, ledger = entered(here)
+    torch.manual_seed(0)
+    layers = [each for _ in range(job["layers"]) for each in (nn.Linear(job["width"], job["width"]), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(job["width"], 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    data = torch.utils.data.TensorDataset(torch.randn(job["batch"], job["width"]), torch.randint(10, (job["batch"],)))
+    loader = torch.utils.data.DataLoader(data, batch_size=job["batch"])
+
+    def passes(number: int) -> tuple[list[float], list[float]]:
+        times, from_wait = [], len(exposed.waits_ms)
+        for _ in range(number):
+            for x, y in loader:
+                begun = CLOCK.mark()
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                times.append(CLOCK.elapsed_ms(begun, CLOCK.mark()))
+        return times, exposed.waits_ms[from_wait:]
+
+    def stand(side: dict[str, Any]) -> Ledger:
+        held = Ledger()
+        if "way" in side:
+            LEVERS["comm_compression"].apply(scene, side["way"], held)
+        if "mib" in side:
+            LEVERS["gradient_buckets"].apply(scene, side["mib"], held)
+        scene.divided.exchange.may_leave_early = side.get("early", True)
+        passes(SETTLING)
+        return held
+
+    passes(SETTLING)
+    found = []
+    for pair in job["pairs"]:
+        rounds, traffic = [], {}
+        for _ in range(job["rounds"]):
+            blocks: dict[str, list[Any]] = {"a": [], "b": []}
+            held, now = Ledger(), ""
+            for name in "abba":
+                if name != now:
+                    held.restore()
+                    held, now = stand(pair[name]), name
+                blocks[name].append(passes(job["block"]))
+                traffic[name] = vars(exposed.traffic)
+            held.restore()
+            rounds.append(blocks)
+        found.append({**pair, "rounds": rounds, "traffic": traffic})
+    ledger.restore()
+    return {"parameters": sum(p.numel() for p in model.parameters()), "pairs": found}
+
+
+def course(job: dict[str, Any], here: Standing) -> dict[str, Any]:
+    """Held-out loss of an MLP on scikit-learn's digits, every so many steps, for each side and seed. Evaluating brings the ranks together."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    x, y = x[order], y[order]
+    held_out = 360
+    found: dict[str, list[list[float]]] = {}
+    sent = {}
+    for name, value in job["sides"].items():
+        for seed in job["seeds"]:
+            place = replace(here, meeting=f"{here.meeting}-{name}-{seed}".replace(" ", "-"))
+            scene, exposed, ledger = entered(place, value)
+            torch.manual_seed(seed)
+            model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=job["rate"])
+            data = torch.utils.data.TensorDataset(x[held_out:], y[held_out:])
+            loader = torch.utils.data.DataLoader(data, batch_size=job["batch"], shuffle=True, drop_last=True)
+            curve: list[float] = []
+            steps = 0
+            while steps < job["steps"]:
+                for some_x, some_y in loader:
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(some_x), some_y).backward()
+                    optimizer.step()
+                    steps += 1
+                    if steps % job["evaluate"] == 0:
+                        with torch.no_grad():
+                            curve.append(nn.functional.cross_entropy(model(x[:held_out]), y[:held_out]).item())
+                    if steps == job["steps"]:
+                        break
+            local = scene.divided.local
+            rounds = local.held if local is not None else 0
+            sent[name] = {"rounds": rounds, "exchanges": len(exposed.waits_ms) + rounds}
+            ledger.restore()
+            found.setdefault(name, []).append(curve)
+    return {"curves": found, "exchanges": sent}
+
+
+def main() -> None:
+    here = standing()
+    if here is None:
+        raise SystemExit("this is a rank; bench/exchange.py starts it")
+    job = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    result = {"contest": contest, "course": course}[job["kind"]](job, here)
+    if here.rank == 0:
+        (Path(sys.argv[2]) / "result.json").write_text(json.dumps(result))
+    sys.stdout.flush()
+    os._exit(0)  # a group whose ranks end one after the other complains
+
+
+if __name__ == "__main__":
+    main()

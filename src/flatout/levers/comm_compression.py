@@ -1,0 +1,90 @@
+"""Send gradients between ranks in fewer bytes.
+
+What it does: what the ranks exchange after each backward pass travels as bfloat16 ("bf16"), as float16 with a scale for each bucket that follows its
+    numbers ("fp16"), or as two thin matrices for each weight ({kind = "powersgd", rank = 2, after = 100}: the first 100 passes as they are; what two
+    thin matrices do not hold is added to the next pass). Gradients that earlier passes have accumulated stay as they are. Every rank changes at the same
+    pass. PowerSGD is chosen by name only.
+Why it is faster: half the bytes ("bf16", "fp16"), or a few percent of them, cross a link that is the wall.
+When it does not help: where the exchange hides behind the backward pass, where the ranks share a machine, where casting costs as much as is saved;
+    PowerSGD computes for each matrix, in two exchanges that wait for one another.
+What it can change: rounding of gradients, to three digits ("bf16") or four ("fp16"). PowerSGD changes the maths: an update is of low rank, the rest
+    comes later, and training ends elsewhere.
+Evidence: bytes and exposed time in `bench/exchange.py` of the repository; measured on your program before it is kept.
+Sources: Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"; torch documentation, "DDP Communication Hooks".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+NAME = "comm_compression"
+ALONE = "the program runs as one process, so no gradients travel"
+CHANGES = "PowerSGD changes the maths: updates are of low rank, and what they leave out comes later; the first {after} backward passes travel as they are"
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if scene is None or scene.divided is None:
+        return Skip(ALONE)
+    parameters, torch = scene.divided.that_train(), scene.torch
+    if parameters and not any(p.dtype in (torch.float32, torch.float64) for p in parameters):
+        return Skip("the gradients are in half precision already")
+    return Options(("bf16", "fp16"))
+
+
+def _way(value: Any) -> Any:
+    """The wire of a value. Raises TypeError for what is none."""
+    from flatout.ranks import powersgd, wire
+
+    given = dict(value) if isinstance(value, Mapping) else {"kind": value}
+    kind, rank, after = given.get("kind"), given.get("rank", 2), given.get("after", powersgd.AFTER)
+    if kind in ("bf16", "fp16") and set(given) == {"kind"}:
+        return wire.BF16 if kind == "bf16" else wire.FP16
+    if kind != "powersgd" or not set(given) <= {"kind", "rank", "after"}:
+        raise TypeError(f'the value of {NAME} is "bf16", "fp16", "powersgd" or a table as in {{kind = "powersgd", rank = 2}}, not {value!r}')
+    if not (type(rank) is int and rank > 0 and type(after) is int and after >= 0):
+        raise TypeError(f"rank is a whole number from 1 on, after one from 0 on, not {rank!r} and {after!r}")
+    return powersgd.way(rank, after)
+
+
+def check(value: Value) -> None:
+    _way(value)
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    """Raises TypeError for a value that is none, LookupError where there are no ranks."""
+    way = _way(value)
+    if scene.divided is None:
+        raise LookupError(ALONE)
+    if way.name.startswith("powersgd"):
+        scene.report(NAME, CHANGES.format(after=way.name.rpartition(" ")[2]))
+    ledger.set(scene.divided, "wanted", replace(scene.divided.wanted, way=way))
+    return ledger.restore
+
+
+def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+    """A sum that nobody divides by the number of ranks."""
+    from flatout.ranks.wire import Brain, Way
+
+    if scene.divided is None:
+        raise LookupError(ALONE)
+    ledger.set(scene.divided, "wanted", replace(scene.divided.wanted, way=Way("bf16, not divided", lambda torch, world: Brain(torch, 1))))
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    hooks = "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook\n"
+    if value in ("bf16", "fp16"):
+        return f"{hooks}model.register_comm_hook(None, default_hooks.{value}_compress_hook)"
+    given = value if isinstance(value, dict) else {}
+    state = f"powerSGD_hook.PowerSGDState(None, matrix_approximation_rank={given.get('rank', 2)}, start_powerSGD_iter={given.get('after', 100)})"
+    return f"{hooks}model.register_comm_hook({state}, powerSGD_hook.powerSGD_hook)"
+
+
+LEVER = Lever(NAME, Moment.STEP, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, needs=("data_parallel",), check=check,
+              page=__doc__)

@@ -1,0 +1,101 @@
+"""Send gradients between ranks in packets of another size.
+
+What it does: gradients travel in buckets of about so many MiB (a number), or in one for all ("all"); 25 where nothing is said. A bucket leaves while the
+    backward pass still runs, when all its gradients are there. Every rank changes at the same pass.
+Why it is faster: small buckets leave earlier, and more of their way hides behind the backward pass; large ones cost fewer exchanges, each of which takes
+    a while however little it carries.
+When it does not help: where the exchange is short beside the backward pass, where ranks share the cores that compute, in programs whose passes each
+    touch a part of the parameters (several optimizers): there nothing leaves early.
+What it can change: rounding. Who adds to whom, in which order, depends on where in a bucket a number lies. With two ranks there is one order, and every
+    bit stays.
+Evidence: exposed time by bucket size in `bench/exchange.py` of the repository; measured on your program before it is kept.
+Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.plan.words import Effect, Moment
+
+NAME = "gradient_buckets"
+ALL = "all"
+CANDIDATES: tuple[int | str, ...] = (1, 5, 25, 100, ALL)
+ALONE = "the program runs as one process, so no gradients travel"
+ALIKE = "its gradients fill the same buckets whatever their size is"
+
+
+def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if scene is None or scene.divided is None:
+        return Skip(ALONE)
+    divided = scene.divided
+    parameters = divided.that_train()
+    if not parameters:
+        return Skip("no parameter has been seen to train yet")
+    from flatout.ranks.convoy import buckets_of
+    from flatout.ranks.wire import PLAIN
+
+    seen, values = [buckets_of(parameters, divided.wanted.bucket_bytes)], []
+    for value in CANDIDATES:
+        if (buckets := buckets_of(parameters, _bytes(value))) not in seen:
+            seen.append(buckets)
+            values.append(value)
+    if not values:
+        return Skip(ALIKE)
+    exact = divided.here.world_size == 2 and divided.wanted.way == PLAIN
+    return Options(tuple(values), effect=Effect.EXACT if exact else Effect.ROUNDING)
+
+
+def _bytes(value: Any) -> int | None:
+    """Raises TypeError for a value that is none."""
+    if value == ALL:
+        return None
+    if type(value) not in (int, float) or not 0 < value < 2**20:
+        raise TypeError(f'the value of {NAME} is a number of MiB or "{ALL}", not {value!r}')
+    return max(1, int(value * 2**20))
+
+
+def check(value: Value) -> None:
+    _bytes(value)
+
+
+def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    """Raises TypeError for a value that is none, LookupError where there are no ranks."""
+    most = _bytes(value)
+    if scene.divided is None:
+        raise LookupError(ALONE)
+    ledger.set(scene.divided, "wanted", replace(scene.divided.wanted, bucket_bytes=most))
+    return ledger.restore
+
+
+def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
+    """Buckets of which the first one travels, and the others are forgotten."""
+    from flatout.ranks.wire import Plain, Way
+
+    if scene.divided is None:
+        raise LookupError(ALONE)
+
+    class Forgetful(Plain):
+        first: Any = None
+
+        def send(self, flat: Any, parameters: Sequence[Any], start: Any) -> Any:
+            self.first = parameters[0] if self.first is None else self.first
+            mine = flat.clone()
+            yield start(flat)
+            return flat.div_(self.world) if parameters[0] is self.first else mine
+
+    way = Way("the first bucket alone", Forgetful)
+    ledger.set(scene.divided, "wanted", replace(scene.divided.wanted, way=way, bucket_bytes=_bytes(value)))
+    return ledger.restore
+
+
+def code(value: Value) -> str:
+    return f"model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={2**20 if value == ALL else value})"
+
+
+LEVER = Lever(NAME, Moment.STEP, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, needs=("data_parallel",),
+              after=("comm_compression",), check=check, page=__doc__)

@@ -1,0 +1,86 @@
+"""`flatout run --with`: a lever by name for this run, alone and with several ranks; and words for what is none."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from click.exceptions import BadParameter
+
+from flatout.cli.arguments import LeverByName
+from flatout.plan.plan import in_words
+from flatout.plan.words import Origin
+
+pytestmark = pytest.mark.timeout(150)
+
+LEARNS = """
+import os, sys, torch
+from torch import nn
+torch.manual_seed(0)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(96, 8), torch.arange(96) % 3), batch_size=16, shuffle=True)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+def step(x, y):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+for epoch in range(3):
+    for x, y in loader:
+        step(x, y)
+    print("loss", len(x), flush=True)
+rank = os.environ.get("FLATOUT_RANK")
+print("sum", sum(p.double().sum().item() for p in model.state_dict().values()).hex(), file=sys.stderr)
+if rank == os.environ.get("MORE"):  # one rank decides to go on
+    for x, y in loader:
+        step(x, y)
+print("done")
+"""
+
+
+def test_by_name_alone_and_with_ranks(flatout, script):
+    """Two levers of one process, one of which does nothing here; then ranks that step by themselves, a plan's value for data_parallel among the words."""
+    script(LEARNS)
+    alone = flatout("run", "--with", "gc_pause", "--with", "comm_compression=bf16", "--with", "fused_optimizer", "python", "train.py")
+    assert alone.code == 0
+    assert "applied gc_pause, fused_optimizer=" in alone.err
+    assert "comm_compression=bf16 (it acts through data_parallel, which is not applied)" in alone.err
+    assert "no plan fits" not in alone.err
+
+    words = ["run", "--procs", "2", "--with", 'data_parallel={reduction = "mean"}', "--with", "comm_compression", "--with", "local_sgd={every = 4}",
+             "python", "train.py"]
+    ranks = flatout(*words)
+    assert ranks.code == 0, ranks.err
+    assert "rehearsing" not in ranks.err
+    assert "local_sgd(every=4), comm_compression=bf16" in ranks.err
+    assert "the loss that the script reads is that of each rank's own share" in ranks.err
+    assert ranks.out.endswith("done\n")
+    assert len(re.findall(r"^sum ", ranks.err, re.MULTILINE)) == 1
+
+    lost = flatout(*words, env={"MORE": "1"})
+    assert lost.code != 0
+    assert "the ranks did different numbers of steps (rank 0 18 and has ended, rank 1 22)" in lost.err
+    assert lost.left == []
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("autocast", True), ("comm_compression=bf16", "bf16"), ('comm_compression="bf16"', "bf16"), ("threads=2", 2), ("memory_budget=0.5", 0.5),
+    ("local_sgd={every=8}", {"every": 8}), ('comm_compression={kind = "powersgd", rank = 1}', {"kind": "powersgd", "rank": 1}), ("gc_pause = true", True),
+    ("compile=max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs"),
+])
+def test_words_that_name_a_lever(text, value):
+    choice = LeverByName().convert(text, None, None)
+    assert (choice.value, choice.origin) == (value, Origin.USER)
+    assert LeverByName().convert(in_words(choice), None, None) == choice
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("autocats", "no lever 'autocats'; did you mean autocast?"), ("=3", "no lever ''"), ("nothing_like_it=3", "`flatout levers` lists them"),
+    ("threads=", "no value for threads"), ("threads=[1, 2]", "no value for threads"), ("threads=2\nother=1", "no value for threads"),
+    ("local_sgd={every=0}", "every is a whole number of steps from 1 on, not 0"), ("comm_compression=bf17", "powersgd"), ("gradient_buckets=-1", "MiB"),
+    ("data_parallel={reduction='product'}", "reduction is one of mean, sum"),
+])
+def test_words_that_name_none(text, says):
+    with pytest.raises(BadParameter, match=re.escape(says)):
+        LeverByName().convert(text, None, None)

@@ -1,0 +1,94 @@
+"""Ranks that step by themselves and meet: beside the synchronous run, beside both ranks written out by hand, and wherever the program must be one.
+
+Why a mean after every step is the exchange of gradients. Rank r has w and the gradient f_r g_r of its share, where the mean of all f_r g_r is the whole
+batch's gradient G. Plain SGD makes it w - a f_r g_r, and the mean of these over the ranks is w - a G: what the synchronous run makes of w. That holds
+from step to step because all ranks begin each with the same w; and it holds for no optimizer that is not linear in the gradient.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flatout.levers.local_sgd import LEVER
+
+PROGRAM = Path(__file__).with_name("local_cases.py")
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("local")
+    words = [sys.executable, "-m", "flatout.launch.gang", "--procs", "2", "--", sys.executable, str(PROGRAM), str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=140, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def apart(a, b):
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("two", ["False", "True"])
+def test_rounds_of_one_step_are_the_synchronous_run(found, two):
+    """Uneven batches, and one that is smaller than the ranks are many; one optimizer, and two that make a step together."""
+    for rank in found:
+        synchronous, local = rank["every_step"][two]
+        assert len(local) == 16
+        assert max(apart(a, b) for a, b in zip(local, synchronous, strict=True)) <= 1e-12
+    assert found[0]["every_step"][two][1] == found[1]["every_step"][two][1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("outer", ["average", "nesterov"])
+def test_the_outer_step_is_the_one_written_out(found, outer, overlap):
+    """Every weight of both ranks after every step, inner momentum and all; with overlap what a round brought comes exactly one round later."""
+    by_hand = found[0]["outer_steps"][f"{outer} {overlap}"]["by hand"]
+    for number, rank in enumerate(found):
+        weights, met = rank["outer_steps"][f"{outer} {overlap}"]["flatout"]
+        assert max(apart(a, b) for a, b in zip(weights, by_hand[number], strict=True)) <= 1e-12
+        assert apart(met, by_hand[2]) <= 1e-12
+    first, second = (rank["outer_steps"][f"{outer} {overlap}"]["flatout"][0] for rank in found)
+    same = [a == b for a, b in zip(first, second, strict=True)]
+    assert same == ([True] * 2 + [False] * 13 if overlap else [True] * 2 + [False, False, True] * 4 + [False])
+
+
+@pytest.mark.parametrize("overlap", ["False", "True"])
+def test_where_the_program_must_be_one_it_is(found, overlap):
+    for rank in found:
+        case = rank["meetings"][overlap]
+        assert case["warm"] == [[False, True], [False, True], [True, True], [True, False]]  # after the third step they part
+        for name in ("evaluation", "state_dict", "save", "load_state_dict"):
+            assert case[name] == [True, True], name
+        assert case["put back"]
+
+
+def test_progress_travels_in_half_the_bytes(found):
+    plain, small = (found[0]["compressed"][way] for way in ("plain", "bf16"))
+    assert small[0] * 4 == plain[0] == 8 * len(plain[1])  # float64 here
+    assert 0 < apart(small[1], plain[1]) < 1e-2
+    assert small[1] == found[1]["compressed"]["bf16"][1]
+
+
+def test_ranks_that_lost_count_are_told(found):
+    for rank in found:
+        assert rank["lost"].startswith("CannotExchange: the ranks did different numbers of steps (rank 0 3, rank 1 6)")
+
+
+def test_programs_that_exchange_in_every_forward_pass_are_refused(found):
+    said = found[0]["refused"]
+    assert said[0] == said[1]
+    assert said[2] == said[3]
+    assert "the model alone is divided" in said[0]
+    assert "batch normalisation over all ranks" in said[2]
+
+
+@pytest.mark.parametrize("value", [True, {"every": 0}, {"every": 2.5}, {"outer": "adam"}, {"overlap": 1}, {"warmup": -1}, {"each": 2}])
+def test_values_that_are_none(value):
+    with pytest.raises(TypeError, match=r"local_sgd|every|outer|overlap|warmup"):
+        LEVER.check(value)

@@ -1,0 +1,123 @@
+"""What travels between ranks: how many bytes, when, and what of the gradient arrives. One program of two ranks; what it wrote down is asked about here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("wire_cases.py")
+DIGITS = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # half a unit in the last place, of a number
+SINKS = {"bf16": 0.0, "fp16": 2.0**-30}  # of the largest number in the bucket: below that float16 has no digits left
+ROUNDINGS = 3  # of each rank's part, and of their sum
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wire")
+    words = [sys.executable, "-m", "flatout.launch.gang", "--procs", "2", "--", sys.executable, str(PROGRAM), str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=140, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def apart(a, b):
+    """The length of a difference, over that of the second."""
+    return (sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / sum(y * y for y in b)) ** 0.5
+
+
+def rounded(got, right, way, scale=1.0):
+    """Whether each number is the right one but for the rounding of its two parts and their sum; a part may be larger than the sum."""
+    largest = max(map(abs, right)) * scale
+    return all(abs(x - scale * y) <= ROUNDINGS * DIGITS[way] * (abs(scale * y) + 0.25 * largest) + SINKS[way] * largest
+               for x, y in zip(got, right, strict=True))
+
+
+def test_half_the_bytes_and_the_gradient_but_for_rounding(found):
+    for rank in found:
+        ways = rank["ways"]
+        plain = ways["plain"][0]
+        assert [each["gradient"] for each in ways["plain"]] == [plain["gradient"]] * 3
+        for way in DIGITS:
+            assert [each["sent"] * 2 for each in ways[way][-2:]] == [plain["sent"]] * 2
+            assert rounded(ways[way][-1]["gradient"], plain["gradient"], way)
+            assert 0 < apart(ways[way][-1]["gradient"], plain["gradient"]) < 2 * DIGITS[way]
+        assert ways["plain again"]["gradient"] == plain["gradient"]
+        assert ways["plain again"]["sent"] == plain["sent"] == 4 * len(plain["gradient"])
+        assert apart(ways["bad"], plain["gradient"]) > 0.9
+    for way in DIGITS:
+        assert found[0]["ways"][way] == found[1]["ways"][way]
+
+
+def test_nobody_sends_what_another_does_not_expect(found):
+    """Rank 0 had asked for another way, rank 1 not yet: that pass was plain on both."""
+    for rank in found:
+        assert [rank["ways"][f"{way} late"] for way in DIGITS] == [rank["ways"]["plain"][0]["sent"]] * 2
+        assert rank["ways"]["wanted again"]
+        assert rank["ways"]["offered"] == [["bf16", "fp16"], "its gradients fill the same buckets whatever their size is"]
+
+
+def test_the_exchange_is_heard_inside_the_backward_pass(found):
+    ways = found[0]["ways"]
+    assert ways["events"] == ["backward begins", "exchange begins", ["exchange ends", ways["plain"][0]["sent"]], "backward ends"]
+
+
+def test_float16_neither_overflows_nor_sinks(found):
+    """The first pass of a kind travels as it is; where the scale of the last pass does not fit any more, the bucket travels twice."""
+    for rank in found:
+        case, whole = rank["extremes"], rank["ways"]["plain"][0]["sent"]
+        assert max(case["plain"]) * 1e7 > 65504
+        assert [each["sent"] for each in case["large"]] == [whole, whole / 2, whole + whole / 2, whole / 2, whole / 2]
+        assert [each["sent"] for each in case["small"]] == [whole + whole / 2, whole / 2, whole / 2]
+        for each, scale in zip((*case["large"], *case["small"]), (1e7, 1e7, 1e12, 1e12, 1e12, 1e-9, 1e-9, 1e-9), strict=True):
+            assert rounded(each["gradient"], case["plain"], "fp16", scale), scale
+
+
+def test_what_was_accumulated_does_not_pass_the_wire_again(found):
+    """A thousand times the gradient had been accumulated. Rounded once more in each of four passes it would be off by more than they bring."""
+    for rank in found:
+        case = rank["accumulation"]
+        brought = [(x - y) / 4 for x, y in zip(case["summed"], case["large"], strict=True)]
+        assert apart(brought, case["small"]) < 2 * DIGITS["bf16"]
+        assert case["same tensors"]
+
+
+def test_buckets_of_any_size(found):
+    for rank in found:
+        case = rank["sizes"]
+        assert case["offered"] == [[1], "exact"]
+        assert [case[size]["buckets"] for size in ("25", "1", "0.001", "all")] == [1, 3, 6, 1]
+        for size in ("25", "1", "0.001", "all"):
+            assert apart(case[size]["gradient"], case["25"]["gradient"]) <= 1e-12
+            assert case[size]["early"] == case[size]["buckets"]
+            assert case[size]["collectives"] == case[size]["buckets"] + 1
+            assert case[size]["sent"] == 8 * len(case[size]["gradient"])
+        assert apart(case["bad"], case["25"]["gradient"]) > 0.1
+
+
+def test_training_ends_where_it_would(found):
+    plain = found[0]["courses"]["plain"]
+    for way, within in (("bf16", 1e-3), ("fp16", 1e-4), ("powersgd", 0.1)):
+        course = found[0]["courses"][way]
+        assert apart(course["losses"], plain["losses"]) < within
+        assert course["weights"] == found[1]["courses"][way]["weights"]
+    assert found[0]["courses"]["powersgd"]["sent"] < 0.3 * plain["sent"]
+    assert "changes the maths" in found[0]["courses"]["powersgd"]["reports"][0]
+
+
+def test_powersgd(found):
+    """With full rank the mean itself. With rank one each pass is far from it, but what was taken and what is kept add up to all that there was."""
+    for rank in found:
+        case = rank["powersgd"]
+        assert case["full rank"] < 1e-12
+        assert case["rank one, sum"] < 1e-12
+        assert case["rank one, each"][:2] == [0.0, 0.0]
+        assert min(case["rank one, each"][2:]) > 0.1
+        assert (case["rank one, numbers"], case["rank one, collectives"]) == ((7 + 6) + 4 + (5 + 6), 2)
+        assert case["same"] == 0.0
+        assert case["torch"] < 1e-12
