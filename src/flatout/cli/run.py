@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 import tempfile
 import uuid
@@ -15,7 +14,6 @@ import click
 from flatout.cli import places
 from flatout.cli.arguments import PROGRAM, Duration, program, read_plan, words_or_usage
 from flatout.launch.command import Command, understand
-from flatout.launch.elastic import agent_command
 from flatout.launch.environment import attached, listening
 from flatout.levers import TABLE
 from flatout.plan.errors import FlatoutError, ProgramNotFound, UsageError
@@ -84,7 +82,10 @@ def _ranks_asked(procs: int, gpus: int, sync_batchnorm: bool, whole: bool, again
 
 def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, asked: Any, place: Any, watch: dict[str, float] | None) -> int:
     """On this machine, or with the nodes of ``place``."""
+    import secrets
+
     from flatout.cli.dividing import Asked, divided_plan, division, run_divided
+    from flatout.launch.elastic import agent_command
     from flatout.tune.rehearsal import LEVER
 
     if cmd.closed:
