@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,9 +29,9 @@ REHEARSAL_S = 120.0  # about; shown, not enforced
 
 
 @dataclass(frozen=True)
-class Asked:
-    """``procs`` ranks; ``gpus``: with a CUDA device each. ``sync_batchnorm``: batch normalisation looks at all ranks. ``whole``: the script sees whole
-    batches."""
+class Ranks:
+    """Asked for are ``procs`` ranks; ``gpus``: with a CUDA device each. ``sync_batchnorm``: batch normalisation looks at all ranks. ``whole``: the script
+    sees whole batches."""
 
     procs: int
     gpus: bool = False
@@ -42,7 +40,7 @@ class Asked:
     again: bool = False  # rehearse though it was done before
 
 
-def division(command: Command, facts: Facts, asked: Asked) -> dict[str, Any]:
+def division(command: Command, facts: Facts, asked: Ranks) -> dict[str, Any]:
     """The value of the lever for this program: from an earlier rehearsal of the same command, script, machine and versions, else from one now.
 
     Raises CannotDivide, ProgramFailed.
@@ -61,7 +59,7 @@ def division(command: Command, facts: Facts, asked: Asked) -> dict[str, Any]:
     return {**found.division, "batchnorm": "all"} if asked.sync_batchnorm else found.division
 
 
-def _rehearse(command: Command, facts: Facts, asked: Asked, folder: JobFolder) -> Rehearsed:
+def _rehearse(command: Command, facts: Facts, asked: Ranks, folder: JobFolder) -> Rehearsed:
     with LiveProgress(Console(stderr=True), REHEARSAL_S) as progress:
         return Rehearsal(command, lambda one: launcher_of(one, asked.procs, asked.gpus, facts.cores), asked.procs, folder, facts, whole=asked.whole,
                          stage=progress.stage).run()
@@ -69,17 +67,15 @@ def _rehearse(command: Command, facts: Facts, asked: Asked, folder: JobFolder) -
 
 def divided_plan(plan: Plan, value: Mapping[str, Any]) -> tuple[Plan, list[str]]:
     """The plan of each rank, and the levers of ``plan`` that are left out: they were found with one process that fetched all samples by itself."""
-    moments = {lever.name: lever for lever in TABLE}
-    kept = [choice for choice in plan if (lever := moments.get(choice.name)) is not None and lever.moment is not Moment.LOADER and not lever.warms_up]
+    levers = {lever.name: lever for lever in TABLE}
+    kept = [choice for choice in plan if (lever := levers.get(choice.name)) is not None and lever.moment is not Moment.LOADER and not lever.warms_up]
     left_out = [choice.name for choice in plan if choice not in kept]
     return Plan((*kept, Choice(LEVER, dict(value), Origin.USER))), left_out
 
 
-def run_divided(command: Command, facts: Facts, asked: Asked, job: Path, environment: Mapping[str, str]) -> int:
+def run_divided(command: Command, facts: Facts, asked: Ranks, job: Path, environment: Mapping[str, str]) -> int:
     """Start the ranks, and wait for them. ``environment`` names ``job``, which is removed at the end. Raises FlatoutError."""
-    common = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or str(secrets.randbits(31))}
-    gang = Gang(command, asked.procs, {**environment, **common}, cuda_devices(os.environ, asked.procs) if asked.gpus else None,
-                cores=facts.cores)
+    gang = Gang(command, asked.procs, environment, cuda_devices(environment, asked.procs) if asked.gpus else None, cores=facts.cores)
     try:
         code = gang.run()
     finally:

@@ -75,22 +75,22 @@ def _ranks_asked(procs: int, gpus: int, sync_batchnorm: bool, whole: bool, again
         raise UsageError(f"--procs {procs} and --gpus {gpus} do not agree; --gpus {gpus} alone starts {gpus} ranks with a GPU each.")
     if max(procs, gpus) == 1:
         return None
-    from flatout.cli.dividing import Asked
+    from flatout.cli.dividing import Ranks
 
-    return Asked(max(procs, gpus), bool(gpus), sync_batchnorm, whole, again)
+    return Ranks(max(procs, gpus), bool(gpus), sync_batchnorm, whole, again)
 
 
 def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, asked: Any, place: Any, watch: dict[str, float] | None) -> int:
     """On this machine, or with the nodes of ``place``."""
     import secrets
 
-    from flatout.cli.dividing import Asked, divided_plan, division, run_divided
+    from flatout.cli.dividing import Ranks, divided_plan, division, run_divided
     from flatout.launch.elastic import agent_command
     from flatout.tune.rehearsal import LEVER
 
     if cmd.closed:
         raise UsageError(f"`python {cmd.closed}` keeps flatout out, and every rank would train the same. Leave the option away.")
-    asked = asked or Asked(2)  # one rank a node: two of them are rehearsed here
+    asked = asked or Ranks(2)  # one rank a node: two of them are rehearsed here
     given = plan.get(LEVER)
     value = given.value if given is not None and isinstance(given.value, dict) else None
     if value is None and not (place is not None and place.nodes.node_rank):  # the other nodes take what the first one found
@@ -103,7 +103,7 @@ def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, asked: Any, place: Any
         return places.go(place, cmd, environment)
     if place is not None:
         agent = Command(cmd.typed, tuple(agent_command(place.nodes, cmd, divided=True)))
-        return _become(agent, {**environment, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")})
+        return _become(agent, environment)
     return run_divided(cmd, facts, asked, Path(environment["FLATOUT_JOB"]), environment)
 
 
@@ -157,9 +157,10 @@ def _tune_first(words: tuple[str, ...], budget: float) -> Plan | None:
 def _environment(plan: Plan, facts: Facts, watch: dict[str, float] | None = None, seed: int | None = None) -> dict[str, str]:
     """The environment for the program: the job that names the plan, and what PROCESS levers need. A lever that cannot be had is left out.
 
-    ``seed``: several ranks must begin with the same random numbers, where the script does not seed itself.
+    ``seed``: several ranks must begin with the same random numbers, where the script does not seed itself, and go through their sets in the same order.
     """
-    extra: dict[str, str] = {}
+    # 0 and no random number: the ranks of several nodes have to agree, and each node comes here by itself.
+    extra = {} if seed is None else {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
     left_out: list[tuple[str, str]] = []
     for lever in TABLE:
         choice = plan.get(lever.name)
