@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -101,6 +104,24 @@ class Flatout:
     def __call__(self, *words: str, stdin: str | None = None, timeout: float = 120, **options) -> Done:
         process = self.start(*words, stdin=subprocess.PIPE if stdin is not None else None, **options)
         return self.finish(process, stdin, timeout)
+
+    def here(self, *words: str, stdin: str = "", env: Mapping[str, str] = {}) -> Done:
+        """The same command line inside this process, for what only reads, shows or refuses: an interpreter of its own costs half a second."""
+        from flatout.cli.main import main
+
+        out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        with (mock.patch.dict(os.environ, self.environment(env), clear=True), mock.patch.object(sys, "argv", ["flatout", *words]),
+              mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()))), contextlib.chdir(self.folder),
+              contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left):
+            main()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        said = []
+        for stream in (out, err):
+            stream.flush()
+            said.append(stream.buffer.getvalue().decode())
+        return Done(left.value.code, *said)
 
     def plain(self, *words: str, **options) -> Done:
         """The same program without flatout."""

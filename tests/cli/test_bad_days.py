@@ -67,7 +67,7 @@ def sessions(folder: Path):
 )
 def test_mistakes(flatout, script, words, code, says):
     script("print('started')")
-    done = flatout("tune", *words)
+    done = flatout.here("tune", *words)
     assert done.code == code
     assert says in done.err
     assert done.out == ""

@@ -45,7 +45,7 @@ def test_a_person_reads_places_lines_and_mends(program):
 def test_the_script_of_a_command_is_found(program, words):
     if words == (".",):
         (program.folder / "train.py").rename(program.folder / "__main__.py")
-    done = program("check", "--format", "json", "--select", "FL001", *words)
+    done = program.here("check", "--format", "json", "--select", "FL001", *words)
     assert done.code == 1
     (finding,) = json.loads(done.out)["findings"]
     assert finding["place"]["line"] == 8
@@ -53,21 +53,21 @@ def test_the_script_of_a_command_is_found(program, words):
 
 def test_clean_programs_leave_with_zero(flatout, script, tiny):
     script(tiny)
-    done = flatout("check", "train.py")
+    done = flatout.here("check", "train.py")
     assert (done.code, done.out) == (0, "\nnothing found, 1 file read.\n")
 
 
 def test_select_and_ignore(program):
-    assert program("check", "--ignore", "FL0,fl302", "train.py").code == 0
-    done = program("check", "--format", "json", "--select", "FL302", "train.py")
+    assert program.here("check", "--ignore", "FL0,fl302", "train.py").code == 0
+    done = program.here("check", "--format", "json", "--select", "FL302", "train.py")
     assert [finding["rule"] for finding in json.loads(done.out)["findings"]] == ["FL302"]
 
 
 def test_the_pages(flatout):
-    done = flatout("check", "--explain", "fl001")
+    done = flatout.here("check", "--explain", "fl001")
     assert done.code == 0
     assert "Why it matters:" in done.out
-    assert "FL302  fragile" in flatout("check", "--explain", "all").out
+    assert "FL302  fragile" in flatout.here("check", "--explain", "all").out
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_the_pages(flatout):
 )
 def test_mistakes_leave_with_two_and_clear_words(flatout, content, words, said):
     (flatout.folder / "train.py").write_bytes(content)
-    done = flatout(*words)
+    done = flatout.here(*words)
     assert done.code == 2
     assert said in done.err
     assert "Traceback" not in done.err
@@ -96,7 +96,7 @@ def test_mistakes_leave_with_two_and_clear_words(flatout, content, words, said):
 
 def test_a_module_that_cannot_be_read_is_told_beside_the_findings(program):
     (program.folder / "parts.py").write_text("def make(:\n")
-    done = program("check", "train.py")
+    done = program.here("check", "train.py")
     assert "not read: " in done.err
     assert "parts.py:1" in done.err
     assert "1 file read" in done.out
@@ -119,7 +119,7 @@ while True:
 def test_run_adds_what_only_running_tells(flatout, script):
     pytest.importorskip("torch")
     script(RUNS)
-    read = flatout("check", "--format", "json", "train.py")
+    read = flatout.here("check", "--format", "json", "train.py")
     ran = flatout("check", "--format", "json", "--run", "5s", "train.py", timeout=110)
     assert ran.code == 1, ran.err
     assert ran.left == []
@@ -129,4 +129,4 @@ def test_run_adds_what_only_running_tells(flatout, script):
     assert set(by_reading) < set(by_running)
     assert by_running["not_finite"]["severity"] == "wrong result"
     assert (by_running["not_finite"]["place"]["file"], by_running["not_finite"]["place"]["line"]) == ("train.py", 8)
-    assert flatout("check", "--run", "1s", "train.py").code == 2
+    assert flatout.here("check", "--run", "1s", "train.py").code == 2

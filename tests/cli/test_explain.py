@@ -17,7 +17,8 @@ UNKNOWN = "KeyError: 'lr'"
 def test_ways_in(flatout, way):
     (flatout.folder / "train.log").write_text(f"step 3\n{ERROR}\n")
     words = {"words": [ERROR], "several words": ERROR.split(), "file": ["train.log"], "stdin": ["-"], "no argument": []}[way]
-    done = flatout("explain", *words, stdin=ERROR if way in ("stdin", "no argument") else None)
+    run, given = (flatout, {"stdin": ERROR}) if way in ("stdin", "no argument") else (flatout.here, {})
+    done = run("explain", *words, **given)
     assert done.code == 0
     assert done.out.startswith("FE020 matrix-sizes: a product of 64x512 and 256x10: 512 and 256 must be equal.\n")
     assert done.err == ""
@@ -33,7 +34,7 @@ def test_at_a_terminal_without_words_it_says_how(flatout):
 
 
 def test_json(flatout):
-    done = flatout("explain", "--json", ERROR)
+    done = flatout.here("explain", "--json", ERROR)
     (one,) = json.loads(done.out)
     assert (one["rule"], one["severity"], one["ranks"]) == ("FE020", "the program ends", [])
     assert "nn.Linear(512, 10)" in one["mend"]
@@ -41,7 +42,7 @@ def test_json(flatout):
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_what_is_unknown_leaves_with_1(flatout, options):
-    done = flatout("explain", *options, UNKNOWN)
+    done = flatout.here("explain", *options, UNKNOWN)
     assert done.code == 1
     assert "does not guess" in done.out or json.loads(done.out) == []
 
@@ -49,14 +50,14 @@ def test_what_is_unknown_leaves_with_1(flatout, options):
 @pytest.mark.parametrize(("words", "says"), [(["missing.log"], "missing.log cannot be read"), (["runs/3"], "cannot be read"), (["."], "cannot be read"),
                                              (["FE999"], "there is no kind FE999")])
 def test_mistakes(flatout, words, says):
-    done = flatout("explain", *words)
+    done = flatout.here("explain", *words)
     assert done.code == 2
     assert says in done.err
     assert "Traceback" not in done.err
 
 
 def test_a_page(flatout):
-    done = flatout("explain", "FE040")
+    done = flatout.here("explain", "FE040")
     assert done.code == 0
     for word in ("The GPU's memory is full.", "What:", "Why it happens:", "How to mend it:", "Sources:"):
         assert word in done.out
@@ -64,7 +65,7 @@ def test_a_page(flatout):
 
 def test_bytes_that_are_no_text(flatout):
     (flatout.folder / "core.log").write_bytes(b"\xff\xfe\x00" * 1000 + f"\n{ERROR}\n".encode())
-    assert flatout("explain", "core.log").code == 0
+    assert flatout.here("explain", "core.log").code == 0
 
 
 @pytest.mark.parametrize(("command", "ending", "code", "says"), [

@@ -13,6 +13,7 @@ from flatout.cli import places
 from flatout.cli.arguments import PROGRAM, program
 from flatout.launch.command import Command
 from flatout.launch.elastic import agent_command, asked_of_agent
+from flatout.launch.kubernetes import KINDS
 from flatout.plan.errors import FlatoutError
 
 
@@ -73,6 +74,10 @@ def test_what_cannot_be_meant(words, message):
     code, out = said(*words.split(), "python", "train.py")
     assert code == 2
     assert message in out
+
+
+def test_the_kinds_that_help_names_are_there():
+    assert f"With --k8s: {' or '.join(KINDS)}." in [option.help for option in run.params if isinstance(option, click.Option)]
 
 
 def test_a_manifest_is_printed_whole():

@@ -24,7 +24,7 @@ def test_help_names_every_command(flatout, word):
     assert done.code == 0
     for command in ("tune", "run", "profile", "check", "explain", "doctor", "trial", "plan", "report", "levers"):
         assert f"\n  {command} " in done.out
-        helped = flatout(command, word)
+        helped = flatout.here(command, word)
         assert helped.code == 0
         assert helped.out.startswith("Usage: ")
 
@@ -35,7 +35,7 @@ def test_version(flatout):
 
 @pytest.mark.parametrize("words", ["nonesuch", "tun python", "levers nonesuch", "levers a b", "plan --nonesuch", "report nonesuch", "report"])
 def test_mistakes_end_with_two_and_a_sentence(flatout, words):
-    done = flatout(*words.split())
+    done = flatout.here(*words.split())
     assert done.code in (2, 127)
     assert "Traceback" not in done.err
     assert done.out == ""
@@ -43,7 +43,7 @@ def test_mistakes_end_with_two_and_a_sentence(flatout, words):
 
 
 def test_levers_are_listed_in_the_order_in_which_they_act(flatout):
-    done = flatout("levers", env={"COLUMNS": "200"})
+    done = flatout.here("levers", env={"COLUMNS": "200"})
     assert done.code == 0
     lines = [line.split() for line in done.out.splitlines()[1:]]
     assert [line[0] for line in lines] == [lever.name for lever in TABLE]
@@ -70,7 +70,7 @@ def test_the_page_through_the_command(flatout):
 
 
 def test_the_template_is_a_plan(flatout):
-    done = flatout("plan", "--template")
+    done = flatout.here("plan", "--template")
     assert tomllib.loads(done.out)["schema"] == 1
     assert {choice.name for choice in Plan.from_toml(done.out)} <= {lever.name for lever in TABLE}
 
@@ -78,7 +78,7 @@ def test_the_template_is_a_plan(flatout):
 def test_a_plan_is_shown_with_its_code_and_evidence(flatout):
     (flatout.folder / "flatout.toml").write_text(
         '[levers.channels_last]\nvalue = true\norigin = "tuner"\nevidence = "alone 1.30x (1.20-1.40, n=6)"\n[levers.of_tomorrow]\nvalue = 3\n')
-    for done in (flatout("plan"), flatout("plan", "--plan", "flatout.toml")):
+    for done in (flatout.here("plan"), flatout.here("plan", "--plan", "flatout.toml")):
         assert done.code == 0, done.err
         assert "channels_last" in done.out
         assert "1.30x (1.20-1.40, n=6)" in done.out
@@ -89,7 +89,7 @@ def test_a_plan_is_shown_with_its_code_and_evidence(flatout):
 @pytest.mark.parametrize("content", ["[levers", "schema = 7", "threads = 1"])
 def test_a_broken_plan(flatout, content):
     (flatout.folder / "flatout.toml").write_text(content)
-    done = flatout("plan")
+    done = flatout.here("plan")
     assert done.code == 2
     assert done.said[0].startswith("flatout: flatout.toml")
 
@@ -97,7 +97,7 @@ def test_a_broken_plan(flatout, content):
 def test_no_plan(flatout, script):
     script("pass")
     for words in ((), ("python", "train.py"), ("--plan", "missing.toml")):
-        done = flatout("plan", *words)
+        done = flatout.here("plan", *words)
         assert done.code == 2
         assert "flatout tune" in done.said[0]
 
@@ -126,7 +126,7 @@ def test_the_report_is_written_again(flatout, job, named):
     b'{"schema": 1, "command": [], "cwd": "", "key": {}, "best": 5}', b'{"schema": 1, "command": 3, "cwd": 4, "key": 5}', b"[" * 100_000, b"\x80"])
 def test_a_broken_session_is_told(flatout, job, content):
     (job / "session.json").write_bytes(content)
-    done = flatout("report", str(job))
+    done = flatout.here("report", str(job))
     assert done.code == 2
     assert "Traceback" not in done.err
     assert "there is no session" in done.said[0]
@@ -138,4 +138,4 @@ def test_a_session_of_a_newer_flatout_is_shown(flatout, job):
     data["of tomorrow"] = {"x": 1}
     data["levers"][0]["of tomorrow"] = 1
     (job / "session.json").write_text(json.dumps(data))
-    assert flatout("report", str(job)).code == 0
+    assert flatout.here("report", str(job)).code == 0

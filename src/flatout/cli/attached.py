@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from flatout.capture.aside import keep_aside, launch_folder
 from flatout.capture.bootstrap import say, speaks_first
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
@@ -42,6 +41,8 @@ class Attached(Listener):
         self.rank = here.rank if here is not None else int(os.environ.get("RANK", "0"))
         self.scene = Scene(torch, self, Ledger())
         if here is not None and here.world_size > 1:
+            from flatout.capture.aside import keep_aside, launch_folder
+
             keep_aside(torch, launch_folder(here), here.rank, self.scene.ledger)
         self.applier = Applier(TABLE, Facts.from_json(job["facts"]), self.scene)
         self.applier.start(self.plan, EARLY)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,9 +63,7 @@ def divided_plan(plan: Plan, value: Mapping[str, Any]) -> tuple[Plan, list[str]]
 
 def run_divided(command: Command, facts: Facts, asked: RanksAsked, job: Path, environment: Mapping[str, str]) -> int:
     """Start the ranks, and wait for them. ``environment`` names ``job``, which is removed at the end. Raises FlatoutError."""
-    common = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or str(secrets.randbits(31))}
-    gang = Gang(command, asked.procs, {**environment, **common}, cuda_devices(os.environ, asked.procs) if asked.gpus else None,
-                cores=facts.cores)
+    gang = Gang(command, asked.procs, environment, cuda_devices(environment, asked.procs) if asked.gpus else None, cores=facts.cores)
     try:
         code = gang.run()
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 import tempfile
 import uuid
@@ -15,7 +14,6 @@ import click
 from flatout.cli import places, ranks
 from flatout.cli.arguments import PROGRAM, Duration, LeverByName, program, read_plan, words_or_usage
 from flatout.launch.command import Command, understand
-from flatout.launch.elastic import agent_command
 from flatout.launch.environment import attached, listening
 from flatout.levers import TABLE
 from flatout.plan.errors import FlatoutError, ProgramNotFound, UsageError
@@ -75,7 +73,10 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
 def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, ...], asked: ranks.RanksAsked | None, place: Any,
                   watch: dict[str, float] | None) -> int:
     """On this machine, or with the nodes of ``place``."""
+    import secrets
+
     from flatout.cli.dividing import divided_plan, division, run_divided
+    from flatout.launch.elastic import agent_command
     from flatout.tune.rehearsal import LEVER
 
     if cmd.closed:
@@ -97,7 +98,7 @@ def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, 
         return places.go(place, cmd, environment)
     if place is not None:
         agent = Command(cmd.typed, tuple(agent_command(place.nodes, cmd, divided=True)))
-        return _become(agent, {**environment, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")})
+        return _become(agent, environment)
     return run_divided(cmd, facts, asked, Path(environment["FLATOUT_JOB"]), environment)
 
 
@@ -151,9 +152,10 @@ def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RanksAsked |
 def _environment(plan: Plan, facts: Facts, watch: dict[str, float] | None = None, seed: int | None = None) -> dict[str, str]:
     """The environment for the program: the job that names the plan, and what PROCESS levers need. A lever that cannot be had is left out.
 
-    ``seed``: several ranks must begin with the same random numbers, where the script does not seed itself.
+    ``seed``: several ranks must begin with the same random numbers, where the script does not seed itself, and go through their sets in the same order.
     """
-    extra: dict[str, str] = {}
+    # 0 and no random number: the ranks of several nodes have to agree, and each node comes here by itself.
+    extra = {} if seed is None else {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
     left_out: list[tuple[str, str]] = []
     for lever in TABLE:
         choice = plan.get(lever.name)

@@ -2,8 +2,8 @@
 
 It trains a few steps (``steps`` of its wishes, fewer where they take longer than ``seconds``) and stops. Its answer: the loss of every backward
 pass, and of the gradients with which the first optimizer step begins (after clipping) a sketch, ``SKETCH`` sums a parameter: everything that is linear in
-the gradient shows there, and it travels as JSON. ``shake`` moves every weight by up to so many units of its last place before it is first used: how
-far does the program carry rounding?
+the gradient shows there, and it travels as JSON. ``last_places`` of its wishes moves every weight by up to so many units of its last place before it is
+first used: how far does the program carry rounding?
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class Witness(Worker):
         self.shaken: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
-        if self.spec.shake and root not in self.shaken:
+        last_places = self.spec.wishes.get("last_places", 0.0)
+        if last_places and root not in self.shaken:
             self.shaken.add(root)
             for p in root.parameters():
                 if p.is_floating_point():
-                    shake([p], self.spec.shake * self.torch.finfo(p.dtype).eps, self.torch)
+                    shake([p], last_places * self.torch.finfo(p.dtype).eps, self.torch)
 
     def backward_begin(self, losses: tuple) -> None:
         self.open_losses = losses

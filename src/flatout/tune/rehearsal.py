@@ -108,9 +108,9 @@ class Rehearsal:
         self._compare(witness, ranks)
         return None if self._holds() or self._carries_rounding_as_far(witness) else self._why(witness)
 
-    def _heard(self, command: Command, plan: Plan, shake: float = 0.0) -> dict[str, Any]:
+    def _heard(self, command: Command, plan: Plan, last_places: float = 0.0) -> dict[str, Any]:
         """Raises ProgramGone."""
-        with Trial(command, self.job.new_trial(), plan, self.facts, seed=self.seed, entry=ENTRY, shake=shake) as trial:
+        with Trial(command, self.job.new_trial(), plan, self.facts, seed=self.seed, entry=ENTRY, wishes={"last_places": last_places}) as trial:
             return trial.wait_ready(seconds() + START_S)
 
     def _real_division(self, rehearsed: dict[str, Any], witness: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Rehearsal:
         if self.rounding is None:
             self.stage("rehearsing", "the first steps as one process, its weights moved in their last place: how far does it carry rounding?")
             try:
-                moved = self._heard(self.command, Plan(), shake=1.0)
+                moved = self._heard(self.command, Plan(), last_places=1.0)
             except ProgramGone:
                 return False
             self.rounding = _gradient_error(moved["gradients"], witness["gradients"]) or 0.0, self._loss_error(_numbers(moved["losses"]), found.losses)
