@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from flatout.cli import ranks
-from flatout.cli.arguments import PROGRAM, Amount, Duration, program, words_or_usage, writable
+from flatout.cli.arguments import PROGRAM, Amount, Duration, LeverByName, program, words_or_usage, writable
 from flatout.cli.asking import interrupt
 from flatout.cli.progress import LiveProgress
 from flatout.cli.underneath import of_death
@@ -23,7 +23,7 @@ from flatout.measure.load import busy_cores
 from flatout.plan.errors import FlatoutError, ProgramFailed, UsageError
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder, write_json, write_whole
-from flatout.plan.plan import Plan
+from flatout.plan.plan import Choice, Plan
 from flatout.plan.predictions import levers_first, predictions, with_measured
 from flatout.plan.profile import ProfileRecord
 from flatout.plan.records import RanksRecord, SessionRecord
@@ -40,6 +40,8 @@ SHORTEST_S = 5.0
 @click.option("--budget", default="5m", show_default=True, type=Duration(), help="Time to spend: 90s, 5m, 1h.")
 @click.option("--effects", default="exact,rounding,resampled", show_default=True, help="What levers may change.")
 @click.option("--levers", "only", default=None, help="Only these levers, separated by commas. See `flatout levers`.")
+@click.option("--by-name", "named", multiple=True, type=LeverByName(), metavar="NAME[=VALUE]",
+              help="A lever that changes what is learned, beside the plain program with its loss curve, never in the plan: 'local_sgd={every = 8}'.")
 @click.option("--horizon", default="1h", show_default=True, type=Duration(), help="How long the real job will run; a warm-up must be repaid within it.")
 @click.option("--memory-limit", "limit", default=None, type=Amount(), help="What the tensors of a step may take, 8GB or 800MiB: the fastest plan that fits.")
 @click.option("--no-write", is_flag=True, help="Do not write flatout.toml beside the script.")
@@ -47,15 +49,15 @@ SHORTEST_S = 5.0
 @click.option("--again", is_flag=True, help="Start anew, even where an interrupted session could go on.")
 @ranks.options
 @program
-def command(budget: float, effects: str, only: str | None, horizon: float, limit: int | None, no_write: bool, job: Path | None, again: bool,
-            words: tuple[str, ...], **given: Any) -> int:
+def command(budget: float, effects: str, only: str | None, named: tuple[Choice, ...], horizon: float, limit: int | None, no_write: bool, job: Path | None,
+            again: bool, words: tuple[str, ...], **given: Any) -> int:
     """Find the fastest plan for a program that keeps its results.
 
     The program is started several times, measured step by step with everything in it (loader included), and stopped. Its
     files are not touched. What is found is written to flatout.toml, session.json and report.html. With --procs or --gpus it is tuned as several
     ranks, which are measured beside one process.
     """
-    goal = Goal(budget, _effects(effects), _levers(only), horizon, memory_limit_bytes=limit)
+    goal = Goal(budget, _effects(effects), _levers(only), horizon, memory_limit_bytes=limit, named=named)
     if budget < SHORTEST_S:
         raise UsageError(f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 5m.")
     session, folder = tune(words_or_usage(words, "tune"), goal, beside=not no_write, job=job, again=again, asked=ranks.ranks_asked(given))
