@@ -16,12 +16,13 @@ from flatout.plan.words import Origin
 
 
 class Ranks:
-    """``rank`` of ``world``; ``local_world`` of them are on this machine."""
+    """``rank`` of ``world``; ``local_world`` of them are on this machine. ``measurable``: of ours only rank 0 may be the one that is measured."""
 
     def __init__(self, folder: TrialFolder) -> None:
         here = standing()
         of_torchrun = [int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))]
         self.rank, self.world, self.local_world = (here.rank, here.world_size, here.local_world_size) if here is not None else of_torchrun
+        self.measurable = here is None or here.rank == 0
         self._folder = folder
         self._known = 0
         self._next: dict[str, Any] | None = None

@@ -33,7 +33,6 @@ def attach(job: dict[str, Any]) -> None:
 class Witness(Worker):
     def __init__(self, spec: TrialSpec, torch: Any) -> None:
         super().__init__(spec, torch)
-        self.open_losses: tuple[Any, ...] = ()
         self.losses: list[float] = []
         self.gradients: list[list[float]] = []
         self.told = False

@@ -12,7 +12,7 @@ Commands (one JSON object a line), each answered by one object:
     {"do": "fetch"}                     fetch some batches again and again, and tell which lines of the data set take long
     {"do": "finish"}                    write the record and stop the program; "draws" fetches some samples again and again
 
-Only one process of the program is measured: the first that finishes a step claims the trial. The others run under the
+Only one process of the program is measured: rank 0, or the first that finishes a step, claims the trial. The others run under the
 same levers, and switch and listen after the same step (trial/ranks.py).
 """
 
@@ -88,6 +88,7 @@ class Worker(Listener):
         self.ranks = Ranks(self.folder)
         self.notes = Recorder(torch, self.scene)
         self.draws = Draws(torch)
+        self.open_losses: tuple[Any, ...] = ()
         self.drawn: list[list[list[float]]] = []
         self.replica: StepReplica | None = None
         self.watch: Watch | None = None
@@ -186,12 +187,18 @@ class Worker(Listener):
             self.replica.forward_end(root, output)
 
     def backward_begin(self, losses: tuple) -> None:
-        self.notes.loss(losses)
+        if self.scene.divided is None:
+            self.notes.loss(losses)
+        else:  # that of the whole batch is known when the ranks have met
+            self.open_losses = losses
         self._pass_on("backward_begin", losses)
         self.phases.begin("backward")
 
     def backward_end(self) -> None:
         self.phases.end("backward")
+        if self.open_losses:
+            self.notes.loss(self.open_losses)
+            self.open_losses = ()
         self._pass_on("backward_end")
         if self.first_backward_s is None:
             self.first_backward_s = seconds()
@@ -439,6 +446,8 @@ class Worker(Listener):
 
     def _claim(self) -> None:
         try:
+            if not self.ranks.measurable:
+                raise FileExistsError("rank 0 is the one")
             os.close(os.open(self.folder.claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             self.claimed = True
         except OSError:
