@@ -109,7 +109,7 @@ class LocalSteps:
 
     def _round(self, stay: bool, ends: bool = False) -> None:
         """``stay``: what it brought goes under way, and this rank goes on without it. Raises CannotExchange where ranks are not at the same place."""
-        with self.torch.no_grad():
+        with self.torch.inference_mode(False), self.torch.no_grad():  # an evaluation may be in inference mode; what is made here lives on
             progress = self.torch._foreach_sub(self.begun, [_wide(self.torch, p) for p in self.parameters])
             self._arrive(apply=True)
             if self.moved or ends:
