@@ -7,8 +7,9 @@ What it does: after some steps that exchange gradients ({warmup = 0}, two at lea
     load_state_dict and at the end of the program the ranks are brought together, so that what is decided and saved there is the same. Ranks that do
     different numbers of steps are found out, and the program ends with a sentence.
 Why it is faster: one exchange in so many steps, and none of them is waited for with `overlap`.
-When it does not help: where exchanging gradients is a small part of a step (`flatout scale` says); with loss scaling, where gradients go on being
-    exchanged; models that are divided as a whole (`--whole`) or with `--sync-batchnorm`, which exchange in every forward pass, are refused.
+When it does not help: where exchanging gradients is a small part of a step (`flatout scale` says); scripts that run their model without gradients in
+    every step, which counts as an evaluation each time; with loss scaling, where gradients go on being exchanged. Models that are divided alone
+    (`--whole`), or with `--sync-batchnorm`, exchange something in every forward pass and are refused.
 What it can change: the maths, so it is used by name only. Ranks part and meet; the longer a round, the further they part. The loss that the script reads
     is its own share's. What reads weights between rounds in another way (an average that the script keeps beside) reads its rank's.
 Evidence: loss curves beside the synchronous run in `bench/exchange.py` of the repository; measured on your program before it is kept cannot be said here.

@@ -34,6 +34,7 @@ class Convoy:
     def __init__(self, torch: Any, wire: Wire) -> None:
         self.torch, self.wire = torch, wire
         self.sent_bytes = self.collectives = 0
+        self._device = "cpu"
         self._under_way: list[tuple[Sending, Any]] = []
 
     def __len__(self) -> int:
@@ -41,14 +42,15 @@ class Convoy:
 
     def leave(self, flat: Any, parameters: Sequence[Any]) -> None:
         sending = self.wire.send(flat, parameters, self._start)
-        with self.torch.no_grad():
+        self._device = flat.device.type
+        with self.torch.no_grad(), self.torch.autocast(self._device, enabled=False):  # a backward pass may run under it
             self._under_way.append((sending, next(sending)))
 
     def arrive(self) -> list[Any]:
         """The means, in the order in which the buckets left."""
         means: list[Any] = [None] * len(self._under_way)
         waiting = list(enumerate(self._under_way))
-        with self.torch.no_grad():
+        with self.torch.no_grad(), self.torch.autocast(self._device, enabled=False):
             while waiting:
                 further = []
                 for at, (sending, work) in waiting:

@@ -109,7 +109,7 @@ class LocalSteps:
 
     def _round(self, stay: bool, ends: bool = False) -> None:
         """``stay``: what it brought goes under way, and this rank goes on without it. Raises CannotExchange where ranks are not at the same place."""
-        with self.torch.no_grad():
+        with self.torch.inference_mode(False), self.torch.no_grad():  # an evaluation may be in inference mode; what is made here lives on
             progress = self.torch._foreach_sub(self.begun, [_wide(self.torch, p) for p in self.parameters])
             self._arrive(apply=True)
             if self.moved or ends:
@@ -219,7 +219,7 @@ def _wide(torch: Any, parameter: Any) -> Any:
 def _apart(steps: list[float], ended: list[float]) -> str:
     said = ", ".join(f"rank {rank} {int(done)}{' and has ended' * bool(end)}" for rank, (done, end) in enumerate(zip(steps, ended, strict=True)))
     return (f"the ranks did different numbers of steps ({said}). With local_sgd each of them reads the loss of its own share, and what the script decides by "
-            "that (stopping early, a schedule on a plateau) it decides differently. Decide by an evaluation, or leave local_sgd out")
+            "that (stopping early, a schedule on a plateau), or by the clock, it decides differently. Decide by an evaluation, or leave local_sgd out")
 
 
 def _the_same(a: list[Any], b: list[Any]) -> bool:

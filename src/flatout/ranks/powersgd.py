@@ -14,6 +14,7 @@ orders. Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD: Practical Low-Rank G
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ class PowerSGD:
         self.passes: Any = WeakTensorKeyDictionary()  # by the first parameter of a bucket
         self.queries: Any = WeakTensorKeyDictionary()  # Q, the same on every rank
         self.errors: Any = WeakTensorKeyDictionary()  # what this rank has not been able to send yet
-        self._draw = torch.Generator().manual_seed(SEED)  # every rank draws the same in the same order
+        self._draw = random.Random(SEED)  # every rank draws the same in the same order; the program's own numbers stay as they are
 
     def send(self, flat: Any, parameters: Sequence[Any], start: Start) -> Sending:
         done = self.passes[parameters[0]] = self.passes.get(parameters[0], 0) + 1
@@ -74,7 +75,8 @@ class PowerSGD:
     def _query(self, parameter: Any, matrix: Any) -> Any:
         if parameter not in self.queries:
             columns = min(*matrix.shape, self.rank)
-            self.queries[parameter] = self.torch.randn((matrix.shape[1], columns), generator=self._draw).to(matrix)
+            drawn = [[self._draw.gauss(0.0, 1.0) for _ in range(columns)] for _ in range(matrix.shape[1])]
+            self.queries[parameter] = self.torch.tensor(drawn, dtype=matrix.dtype, device=matrix.device)
         return self.queries[parameter]
 
 

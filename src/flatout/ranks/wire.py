@@ -5,7 +5,7 @@ what is to be waited for, and returns the mean. Whoever drives it (convoy.py) ad
 
     plain       float32 as it is
     bf16        half the bytes; the exponent of float32, three digits. Divided by the ranks before the cast, so that the sum of all is no larger than the
-                largest of them; summed in bfloat16 by the backend (gloo since torch 2.8, NCCL since 2.10), one rounding a rank
+                largest of them; summed in bfloat16 by the backend (NCCL since 2.10; gloo, tried with torch 2.14), one rounding a rank
     fp16        half the bytes; four digits, from 6e-8 to 65,504. Gradients are neither that large nor that small, so each bucket has a scale, a power of
                 two that every rank takes from the mean of the pass before: no further collective. A bucket that overflows all the same, or sinks (every
                 rank sees it in the sum), is sent again as it is
