@@ -42,8 +42,8 @@ def division(command: Command, facts: Facts, asked: RanksAsked) -> dict[str, Any
         found = _rehearse(command, facts, asked, folder)
         write_json(folder.ranks, {"key": key, "rehearsed": found.to_json()})
     if found.division is None:
-        raise CannotDivide(f"this program is not run as {asked.procs} ranks: {found.why_not}. Leave --procs away to run it as one process; "
-                           f"what was compared is in {folder.ranks}.")
+        raise CannotDivide(f"this program is not run as {asked.procs} ranks: {found.why_not}. {found.instead}\n"
+                           f"What was seen of it is in {folder.ranks}.")
     return {**found.division, "batchnorm": "all"} if asked.sync_batchnorm else found.division
 
 

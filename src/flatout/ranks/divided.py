@@ -17,6 +17,7 @@ from functools import wraps
 from typing import Any
 
 from flatout.plan.standing import Standing
+from flatout.ranks.alone import must_be_the_rank, one_device, one_process
 from flatout.ranks.batches import Batches
 from flatout.ranks.division import ALL, CUT, DOOR, INDEX, OWN, SUM, WHOLE, Division
 from flatout.ranks.exchange import Exchange
@@ -51,6 +52,9 @@ class Divided:
 
     def install(self) -> None:
         self.batches.install(self.ledger)
+        one_process(self.torch, self.ledger)
+        one_device(self.torch, self.ledger)
+        self.ledger.set(self.torch.nn.Module, "train", self._wrap_train(self.torch.nn.Module.train))
         self.ledger.set(self.torch.autograd, "backward", self._wrap_backward(self.torch.autograd.backward))
         self._search()
         if self.division.batches in (INDEX, CUT):
@@ -89,8 +93,9 @@ class Divided:
 
     def _meet(self, module: Any) -> None:
         """A module's first forward pass; the other ranks are at the same place."""
-        if any(root() is module for root in self.roots) or not any(p.requires_grad for p in module.parameters()):
+        if any(root() is module for root in self.roots) or not any(p.requires_grad for p in module.parameters()) or self._in_worker():
             return
+        must_be_the_rank(self.torch)
         parameters = [*module.parameters()]
         if not self.joined:
             self.joined = True
@@ -135,7 +140,25 @@ class Divided:
 
         return forward_divided
 
+    def _in_worker(self) -> bool:
+        """Whether this process serves a DataLoader, and trains nothing."""
+        return self.torch.utils.data.get_worker_info() is not None
+
+    def _wrap_train(self, train: Callable) -> Callable:
+        """An evaluation may go past the roots (``model.module``, an encoder alone): it begins with ``eval()``."""
+        divided = self
+
+        @wraps(train)
+        def train_seen(module: Any, mode: bool = True) -> Any:
+            if not mode:
+                divided._before_evaluation()
+            return train(module, mode)
+
+        return train_seen
+
     def _before_evaluation(self) -> None:
+        if self._in_worker():
+            return
         if self.local is not None:
             self.local.meet()
         if self.stale_buffers:

@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flatout.plan.standing import MEETING, Standing
+from flatout.ranks.alone import for_ourselves
 
 PATIENCE_S = 1800.0  # torch's own: a rank may evaluate for long before it comes
 
@@ -15,7 +16,7 @@ def join(torch: Any, here: Standing, device_type: str, ledger: Any) -> None:
     """Meet the others. The script must not see it: what asks whether there are ranks would begin to divide by itself."""
     distributed, place = torch.distributed, store(torch, here, PATIENCE_S)
     backend = "gloo" if device_type != "cuda" else _backend_of_cuda(torch, here, place)
-    distributed.init_process_group(backend, store=place, rank=here.rank, world_size=here.world_size)
+    for_ourselves(torch)(backend, store=place, rank=here.rank, world_size=here.world_size)
     ledger.call("process group", distributed.destroy_process_group)
     ledger.set(distributed, "is_initialized", lambda: False)
 

@@ -8,18 +8,21 @@ first used: how far does the program carry rounding?
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import weakref
 from typing import Any
 
 from flatout.engine.replay import shake
 from flatout.measure.clock import seconds
+from flatout.ranks.alone import one_device
 from flatout.trial.spec import TrialSpec
 from flatout.trial.worker import Worker
 
 ENTRY = "flatout.trial.witness:attach"
 SKETCH = 64
 STEPS = 4
+BY_LAUNCHER, IN_CHILDREN, BY_GROUP = "launcher", "children", "group"  # how a program divides itself
 PASSES = 4  # of a program whose one step is a closure of many
 
 
@@ -37,7 +40,13 @@ class Witness(Worker):
         self.gradients: list[list[float]] = []
         self.told = False
         self.first_step_s = 0.0
+        self.launched = "RANK" in os.environ  # and not by the script itself, which comes to its first line later
         self.shaken: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def attach(self) -> None:
+        """Beside what ranks compute: they have a device each."""
+        one_device(self.torch, self.ledger)
+        super().attach()
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
         last_places = self.spec.wishes.get("last_places", 0.0)
@@ -70,10 +79,15 @@ class Witness(Worker):
         if self.scene.steps >= self.spec.wishes.get("steps", STEPS) or late:
             self._tell()
 
-    def _divides_itself(self) -> bool:
-        """Whether the script has made ranks of its own. A lever of ours hides those that it made."""
+    def _divides_itself(self) -> str:
+        """How the program has made processes of its own that train; nothing where it has not. A lever of ours hides the ranks that it made."""
         distributed = self.torch.distributed
-        return bool(distributed.is_available() and distributed.is_initialized())
+        together = distributed.is_available() and distributed.is_initialized()
+        if together and self.launched:
+            return BY_LAUNCHER
+        if multiprocessing.parent_process() is not None:
+            return IN_CHILDREN
+        return BY_GROUP if together else ""
 
     def _sketch(self) -> None:
         self.gradients = [sketched(self.torch, p.grad) for p in self.scene.parameters]

@@ -28,7 +28,8 @@ from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import Record, TrialRecord
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.trial.witness import ENTRY, STEPS
+from flatout.trial.witness import BY_GROUP, ENTRY, STEPS
+from flatout.tune.divides_itself import how, meant, missing
 
 LEVER = "data_parallel"
 WAYS = {"cut": "as a {} over samples", "door": "divided as batches enter the model, as a {} over samples", "whole": "the model's outputs put together again"}
@@ -42,11 +43,12 @@ ROUGHLY = 0.2  # how near to 1/N the loss of a sum is where shares are uneven
 
 @dataclass
 class Rehearsed(Record):
-    """``division`` is the lever's value, None where the program is refused; ``why_not`` says why, in a sentence."""
+    """``division`` is the lever's value, None where the program is refused; ``why_not`` says why, in a sentence, ``instead`` what to do."""
 
     procs: int
     division: dict[str, Any] | None = None
     why_not: str = ""
+    instead: str = "Leave --procs away to run it as one process"
     losses: list[float] = field(default_factory=list)  # the witness's
     ranks_losses: list[float] = field(default_factory=list)
     gradient_error: float | None = None
@@ -72,11 +74,12 @@ class Rehearsal:
         except ProgramGone as gone:
             if gone.record.status == "ended":
                 return self._refused(f"it ended before {STEPS} training steps were done, so there is too little to compare")
+            if missing(gone.record):
+                return self._divides_itself(f"it wants to be started by torchrun ({missing(gone.record)} is not set)", BY_GROUP)
             raise _failed(gone.record) from None
         self.found.losses = _numbers(witness["losses"])
         if witness["divides_itself"]:
-            return self._refused("it divides itself already (it has called torch.distributed.init_process_group); start it the way it is meant to be, as in "
-                                 "`flatout run torchrun --nproc-per-node N ...`")
+            return self._divides_itself(how(witness["divides_itself"]), witness["divides_itself"])
         why = ""
         for batches in self._ways(witness):
             for reduction in ("mean", "sum"):
@@ -160,6 +163,10 @@ class Rehearsal:
     def _refused(self, why: str) -> Rehearsed:
         self.found.why_not = why
         return self.found
+
+    def _divides_itself(self, why: str, way: str) -> Rehearsed:
+        self.found.instead = meant(way, self.command, self.procs)
+        return self._refused(why)
 
     def _why_failed(self, record: TrialRecord, witness: dict[str, Any]) -> str:
         said = last_line(record)

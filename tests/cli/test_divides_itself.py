@@ -1,0 +1,172 @@
+"""Programs that make processes of their own, or ask for several devices: left as they are, refused in words, or one device a rank. Never N times N."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from flatout.launch.command import Command, understand
+from flatout.plan.records import TrialRecord
+from flatout.tune.divides_itself import how, meant, missing
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(400)
+
+SPAWNS = """
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+def free_port():
+    import socket
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+def main(rank, world_size, port):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(48, 8), torch.randn(48, 1))
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+    model = DDP(nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for x, y in loader:
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if rank == 0:
+            print(loss.item().hex(), flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.start_processes(main, args=(2, free_port()), nprocs=2, start_method="fork")  # mp.spawn, but torch is imported once
+"""
+
+HARMLESS = """
+[levers]
+gc_pause = true
+fused_optimizer = "foreach"
+"""
+
+DIVISION = """
+[levers.data_parallel.value]
+reduction = "mean"
+batches = "index"
+loaders = "0"
+batchnorm = "own"
+draws = "own"
+"""
+
+WRAPPED = """
+import os, torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, *between):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), *between, nn.ReLU())
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(90, 8), torch.arange(90) % 3)
+loader = torch.utils.data.DataLoader(data, batch_size=20, shuffle=True)
+model, normed = nn.DataParallel(Net()), nn.DataParallel(Net(nn.BatchNorm1d(16)), device_ids=None)
+for p in model.module.body.parameters():
+    p.requires_grad_(False)
+optimizer = torch.optim.SGD([*model.module.parameters(), *normed.parameters()], lr=0.1, momentum=0.9)
+for epoch in range(3):
+    for p in model.module.body.parameters():
+        p.requires_grad_(epoch > 0)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        nn.functional.cross_entropy(normed(x), y).backward()
+        optimizer.step()
+        print(f"{epoch} {loss.item():.5f}")
+model.eval()
+normed.eval()
+with torch.no_grad():  # past the wrapper
+    held_out = normed.module.body(data.tensors[0]).sum().item()
+if "FLATOUT_RANK" in os.environ:
+    found = [None, None]
+    torch.distributed.all_gather_object(found, held_out)
+    print("the same on both ranks:", found[0] == found[1])
+torch.save(model.state_dict(), "wrapped.pt")
+torch.save(model.module.state_dict(), "inside.pt")
+"""
+
+
+def test_data_parallel_inside_a_rank_passes_through(flatout, script):
+    """The losses and the weights of one process, the wrapper's names, a head that trains before its body; an evaluation that goes past the wrapper."""
+    script(WRAPPED)
+    (flatout.folder / "plan.toml").write_text(DIVISION)
+    one = flatout("train.py", python=[sys.executable])
+    weights = {name: torch.load(flatout.folder / f"{name}.pt") for name in ("wrapped", "inside")}
+    two = flatout("run", "--procs", "2", "--plan", "plan.toml", "python", "train.py")
+    assert (one.code, two.code) == (0, 0), two.err
+    *losses, same = two.out.splitlines()
+    assert same == "the same on both ranks: True"
+    assert [float(line.split()[1]) for line in losses] == pytest.approx([float(line.split()[1]) for line in one.out.splitlines()], abs=2e-5)
+    for name, before in weights.items():
+        after = torch.load(flatout.folder / f"{name}.pt")
+        assert list(after) == list(before)
+        assert all(torch.allclose(after[key], before[key], atol=1e-6) for key in before)
+    assert two.left == []
+
+
+def test_ranks_of_its_own_are_left_alone(flatout, script):
+    """Under a plan they compute bitwise what they compute by themselves; divided once more they are refused, before any rank of ours is started."""
+    script(SPAWNS)
+    (flatout.folder / "plan.toml").write_text(HARMLESS)
+    (flatout.folder / "division.toml").write_text(DIVISION)
+    plain = flatout.plain("python", "train.py")
+    under = flatout("run", "--plan", "plan.toml", "python", "train.py")
+    assert (plain.code, under.code) == (0, 0), under.err
+    assert under.out == plain.out
+    assert "applied gc_pause, fused_optimizer=foreach" in under.err
+
+    refused = flatout("run", "--procs", "2", "python", "train.py")
+    assert refused.code == 6
+    assert "it trains in processes that it starts itself" in refused.err
+    assert re.search(r"Leave --procs away.*: flatout run python train\.py$", refused.err, re.MULTILINE)
+    assert refused.out == ""
+
+    # Somebody has written the division into a plan, so that nothing was rehearsed.
+    divided = flatout("run", "--procs", "2", "--plan", "division.toml", "python", "train.py")
+    assert divided.code != 0
+    assert "CannotDivide: the script divides itself" in divided.err
+    assert not re.search("^0x", divided.out, re.MULTILINE)
+    assert plain.left == under.left == refused.left == divided.left == []
+
+
+def test_the_right_command_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "job.sh"):
+        (tmp_path / name).write_text("")
+    script = understand(["python", "-u", "train.py", "--lr", "0.1"])
+    assert meant("group", script, 4).endswith("flatout run torchrun --nproc-per-node 4 train.py --lr 0.1")
+    assert meant("group", understand(["train.py", "a b"]), 2).endswith("torchrun --nproc-per-node 2 train.py 'a b'")
+    assert meant("group", understand(["python", "-m", "train", "-x"]), 2).endswith("torchrun --nproc-per-node 2 -m train -x")
+    assert meant("group", Command(("./job.sh",), ("./job.sh",)), 2).endswith("torchrun --nproc-per-node 2 --no-python ./job.sh")
+    assert meant("launcher", understand(["torchrun", "--nproc-per-node", "2", "train.py"]), 4).endswith(": flatout run torchrun --nproc-per-node 2 train.py")
+    assert how("launcher") != how("group") != how("children")
+
+
+@pytest.mark.parametrize(("last", "name"), [
+    ("ValueError: Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set", "RANK"),
+    ("KeyError: 'LOCAL_RANK'", "LOCAL_RANK"), ("KeyError: 'rank'", ""), ("ValueError: RANK", "")])
+def test_a_program_that_wants_a_launcher_is_told_from_one_that_fails(last, name):
+    assert missing(TrialRecord(status="failed", reason=f"Traceback (most recent call last):\n{last}\n")) == name
