@@ -90,6 +90,8 @@ class Exchange:
 
     def _touched(self) -> list[int]:
         """The buckets that a gradient arrived in, on any rank."""
+        if not self.parameters:
+            return []
         mine = {self.bucket_of[at] for at in self.arrived}
         flags = self.torch.tensor([float(number in mine) for number in range(len(self.buckets))], device=self.parameters[0].device)
         self.torch.distributed.all_reduce(flags)
@@ -110,7 +112,8 @@ class Exchange:
 
     def _extra(self, values: Sequence[Any]) -> Any:
         """The values, and for each parameter whether this rank has a gradient of it."""
-        torch, device = self.torch, self.parameters[0].device
+        torch = self.torch
+        device = next((tensor.device for tensor in (*self.parameters, *values)), torch.device("cpu"))
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
         has = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=dtype, device=device)
         return torch.cat([*(value.detach().to(device, dtype).reshape(1) for value in values), has])
