@@ -1,23 +1,25 @@
 """Trains the cases it is given, as one process or as a rank that keeps a part of each weight, and writes down what each of them computed.
 
-    python shard_cases.py CASES.json OUT      OUT/<case>.<rank>.json, and OUT/<case>.<rank>.pt: the checkpoint that the script saves
+    python shard_cases.py CASES.json OUT      OUT/<case>.<ranks>.<rank>.json, OUT/<case>.<ranks>.<rank>.pt: the checkpoint that the script saves
 """
 
 import copy
 import gc
 import json
 import os
+import signal
 import sys
-from dataclasses import replace
+import traceback
 from pathlib import Path
 
 import torch
+import torch.distributed.fsdp
 from torch import nn
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
 from flatout.capture.scene import Scene
-from flatout.plan.standing import standing
+from flatout.plan.standing import Standing
 from flatout.ranks.divided import Divided
 from flatout.ranks.division import Division
 from flatout.ranks.sharding import Sharding
@@ -48,7 +50,7 @@ class Words(nn.Module):
     def __init__(self, case):
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.out = nn.Linear(WIDTH, WORDS, bias=False)
         self.scale, self.unused, self.kinds = nn.Parameter(torch.tensor(0.5)), nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
         if case["tied"]:
@@ -83,7 +85,9 @@ def data_of(case):
 def loss_of(model, case, batch):
     tokens, word, kind = batch
     if case["pieces"]:  # never through the model's own forward
-        x = model.embed(tokens).mean(1)
+        x = model.embed(tokens)
+        x += 1.0  # in place
+        x = x.mean(1) - 1.0
         for block in model.blocks:
             x = x + block.down(torch.relu(block.up(block.norm(x))))
         words, kinds = model.out(x) * model.scale, nn.functional.linear(x, model.kinds.weight, model.kinds.bias)
@@ -127,16 +131,20 @@ def train(case, out):
         model.load_state_dict(kept["model"])
         for optimizer, state in zip(optimizers, kept["optimizers"], strict=True):
             optimizer.load_state_dict(state)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0, enabled=case["scaled"])
     found = {"gradients": None, "losses": [], "norms": [], "evaluations": []}
     steps, best = 0, None
     while steps < case["steps"]:
         for at, batch in enumerate(loader):
             loss = loss_of(model, case, batch)
-            (loss if case["window"] == 1 else loss / case["window"]).backward()
+            scaler.scale(loss if case["window"] == 1 else loss / case["window"]).backward()
             if case["window"] == 1:
                 found["losses"].append(loss.item())
             if (at + 1) % case["window"] and at + 1 < len(loader):
                 continue
+            if case["scaled"]:
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
             if case["clip"] == "norm":
                 found["norms"].append(float(f"{nn.utils.clip_grad_norm_(everything, 0.3):.4f}"))
             elif case["clip"] == "value":
@@ -144,8 +152,9 @@ def train(case, out):
             if found["gradients"] is None:
                 found["gradients"] = [p.grad.flatten().tolist() if p.grad is not None else [] for p in model.parameters()]
             for optimizer in optimizers:
-                optimizer.step()
+                scaler.step(optimizer)
                 optimizer.zero_grad()
+            scaler.update()
             if averaged is not None:
                 averaged.update_parameters(model)
             steps += 1
@@ -175,7 +184,7 @@ def train(case, out):
     return found
 
 
-def weigh(case):
+def weigh():
     """What a rank holds after some steps: a model of blocks alone, so that all of it divides."""
     before = live_bytes()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)))
@@ -191,27 +200,86 @@ def weigh(case):
     return {"bytes": live_bytes() - before}
 
 
-def main():
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+def run(cases, out, procs, rank):
+    """The cases that so many ranks are asked for, as this rank of them; as the plain program, where there is one."""
     torch.set_num_threads(1)
-    place = standing()
     for at, case in enumerate(cases):
+        if procs not in case["procs"]:
+            continue
         ledger = Ledger()
         scene = Scene(torch, Listener(), ledger)
         scene.install()
-        name = "plain"
-        if place is not None:
-            name = str(place.rank)
-            here = replace(place, meeting=f"{place.meeting}{at}", local_world_size=case.get("machine", place.world_size))
+        if procs > 1:
+            here = Standing(rank, rank, procs, case.get("machine") or procs, f"file://{out}/meeting.{at}.{procs}")
             scene.divided = divided = Divided(torch, scene, here, Division.read(case["division"]), ledger)
             divided.install()
             divided.sharding = Sharding(torch, scene, here, "node", lambda module: repeated(torch, module), ledger)
             divided.sharding.averages = not case.get("wrong")
-        found = weigh(case) if case.get("weigh") else train(case, out / f"{at}.{name}")
+        name = f"{at}.{procs}.{rank}"
+        found = weigh() if case.get("weigh") else train(case, out / name)
         ledger.restore()
-        (out / f"{at}.{name}.json").write_text(json.dumps(found))
+        (out / f"{name}.json").write_text(json.dumps(found))
+
+
+def forked(cases, out, procs):
+    """The ranks are forked, since importing torch takes longer than all that they do."""
+    children = []
+    for rank in range(procs):
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                run(cases, out, procs, rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status:
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"a rank of {procs} failed")
+
+
+def read_back(cases, out):
+    """What one plain process makes of what two ranks have saved."""
+    found = {}
+    for at, case in enumerate(cases):
+        if case.get("weigh") or case.get("wrong") or 2 not in case["procs"]:
+            continue
+        torch.manual_seed(0)
+        model, kept, one = Words(case), torch.load(out / f"{at}.2.0.pt"), torch.load(out / f"{at}.1.0.pt")
+        model.load_state_dict(kept["model"], strict=True)
+        optimizers = optimizers_of(model, case)
+        for optimizer, state in zip(optimizers, kept["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        whole, copied = torch.load(out / f"{at}.2.0.module", weights_only=False)
+        whole(data_of(case).tensors[0])
+        tensors = [*kept["model"].values(), *whole.parameters(), *copied.parameters()]
+        tensors += [value for state in kept["optimizers"] for each in state["state"].values() for value in each.values() if isinstance(value, torch.Tensor)]
+        found[at] = {
+            "names": list(kept["model"]) == list(one["model"]), "kinds": sorted({type(value).__name__ for value in tensors}),
+            "groups": [a["param_groups"] == b["param_groups"] and list(a["state"]) == list(b["state"])
+                       for a, b in zip(kept["optimizers"], one["optimizers"], strict=True)],
+            "kept": [value.double().flatten().tolist() for value in model.state_dict().values()],
+            "state": [[value.double().flatten().tolist() for each in state["state"].values() for value in each.values() if isinstance(value, torch.Tensor)]
+                      for state in (*kept["optimizers"], *one["optimizers"])],
+            "modules": [all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), each.state_dict().values(), strict=True)) and
+                        (each.out.weight is each.embed.weight) is case["tied"] and set(vars(each)) == set(vars(model)) for each in (whole, copied)]}
+    (out / "read_back.json").write_text(json.dumps(found))
+
+
+def main():
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    for procs in (1, 2, 4):
+        forked(cases, out, procs)
+    read_back(cases, out)
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)

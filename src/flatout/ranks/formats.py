@@ -16,6 +16,7 @@ from typing import Any
 STATE_PREFIX = "__composable_api"  # what fully_shard keeps in a module
 MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 OF_TORCH = ("torch.distributed.fsdp", "torch.distributed._composable")
+OURS = "flatout.ranks.sharding"
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 BESIDES = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
@@ -153,4 +154,4 @@ def _is_ours(hook: Any) -> bool:
     """A hook of FSDP2, or of ``Sharding``; torch keeps some of them in an object with the function in ``hook``."""
     function = getattr(hook, "hook", hook)
     module = getattr(function, "__module__", None) or ""
-    return bool(getattr(function, "flatout", False)) or module.startswith(OF_TORCH)
+    return module.startswith(OF_TORCH) or module == OURS

@@ -90,12 +90,12 @@ class Mixing:
         if name == "__get__":  # an attribute
             with self.plainly():
                 return func(*args)
-        if name.startswith("_foreach_"):
+        if name.startswith(("_foreach_", "_amp_foreach_")):
             return self._each(func, args, kwargs)
         return self._one(func, name, args, kwargs)
 
     def _one(self, func: Callable, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        mixed, in_place = self._mixed(args, kwargs), name in IN_PLACE or name.endswith("_") and not name.endswith("__")
+        mixed, in_place = self._mixed(args, kwargs), name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         if in_place and mixed and args and self.is_divided(args[0]):
             like = args[0]
             args, kwargs = self._replaced(args, kwargs, lambda t: self.part_of(t, like) if self._stays_plain(t) and t.shape == like.shape else t)

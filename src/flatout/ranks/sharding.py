@@ -7,6 +7,7 @@ tuple, a variable) holds from then on a *stand-in*: it has no values of its own,
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ class Sharding:
         self.torch, self.scene, self.here, self.over, self.blocks_of, self.ledger = torch, scene, here, over, blocks_of, ledger
         self.mesh: Any = None
         self.averages = True  # gradients; else they are added up
+        self.open: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose layers may be called by themselves
         self.opened: list[Any] = []  # modules that are called in pieces at the moment
         self.mixing = Mixing(torch, here.world_size, ledger)
         self.formats = Formats(torch, self, ledger)
@@ -68,6 +70,7 @@ class Sharding:
             group.force_sum_reduction_for_comms = True  # every backend can add
             if not self.averages:
                 group.gradient_divide_factor = 1.0
+        self._hooks.append(module.register_forward_hook(self._views_end, prepend=True))  # before FSDP2's own
         pairs = {id(p): (p, owner._parameters[name]) for owner, name, p in before if owner._parameters[name] is not p}
         self._in_optimizers(pairs)
         for whole, divided in pairs.values():
@@ -93,9 +96,11 @@ class Sharding:
                 group["params"][:] = [pairs[id(p)][1] if id(p) in pairs else p for p in group["params"]]
                 if len({self.holds(p) for p in group["params"]}) > 1 and group.get("fused"):
                     group["fused"] = False  # one kernel cannot take both kinds
-            for whole, divided in pairs.values():
-                if whole in optimizer.state:
-                    optimizer.state[divided] = self.part_of_state(optimizer.state.pop(whole), divided)
+            remembered = list(optimizer.state.items())
+            optimizer.state.clear()  # in the order in which it was
+            for p, state in remembered:
+                divided = pairs[id(p)][1] if id(p) in pairs else None
+                optimizer.state[p if divided is None else divided] = state if divided is None else self.part_of_state(state, divided)
 
     def part_of_state(self, state: dict[str, Any], divided: Any) -> dict[str, Any]:
         """What an optimizer remembers of a weight, divided like it; what has another shape stays whole."""
@@ -154,9 +159,9 @@ class Sharding:
 
     def _open_pieces(self, root: Any) -> None:
         """A layer that is called past the module it was divided with (``model.decoder(z)``) gets its weights all the same."""
-        self._close()
         for module in root.modules():
-            groups = self._groups(module)
+            groups = [] if module in self.open else self._groups(module)
+            self.open.add(module)
             holders: Iterable[Any] = {id(held): held for group in groups for each in group.fsdp_params
                                       for held in (each._module_info.module, *each._module_info.shared_modules)}.values()
             for held in holders:
@@ -171,7 +176,6 @@ class Sharding:
             self.opened.append(module)
             return state._pre_forward(module, args, kwargs)
 
-        begins.flatout = True  # type: ignore[attr-defined]
         return begins
 
     def _piece_ends(self, state: Any) -> Any:
@@ -179,10 +183,15 @@ class Sharding:
             if not self.opened or self.opened[-1] is not module:
                 return None
             self.opened.pop()
-            return state._post_forward(module, args, output)
+            return state._post_forward(module, args, self._views_end(module, args, output))
 
-        ends.flatout = True  # type: ignore[attr-defined]
         return ends
+
+    def _views_end(self, module: Any, args: Any, output: Any) -> Any:
+        """FSDP2 hears by a hook on what a module gives that its backward pass begins. A view loses the hook when a script changes it in place."""
+        from torch.utils._pytree import tree_map_only
+
+        return tree_map_only(self.torch.Tensor, lambda t: t.clone() if t.requires_grad and t._base is not None else t, output)
 
     def _close(self) -> None:
         for hook in self._hooks:
