@@ -36,12 +36,14 @@ ENTRY = "flatout.cli.attached:attach"
 @click.option("--gpus", default=0, type=click.IntRange(0), help="The same with one CUDA device each.")
 @click.option("--sync-batchnorm", is_flag=True, help="With several ranks: batch normalisation over the whole batch, for an exchange a layer.")
 @click.option("--whole", is_flag=True, help="With several ranks: the script sees whole batches on each; all that it counts is of the whole.")
+@click.option("--shard", default="auto", show_default=True, type=click.Choice(["auto", "always", "never"]),
+              help="With several ranks: each keeps a part of weights, gradients and optimizer state; auto where they do not fit.")
 @click.option("--rehearse", is_flag=True, help="With several ranks: compare them with one process once more, though it was done before.")
 @places.options
 @click.option("--watch", is_flag=True, help="A live line on standard error: samples/s, waiting for data, cores, memory, MFU where FLOPs are known.")
 @program
-def command(plan_path: str | None, budget: float | None, procs: int, gpus: int, sync_batchnorm: bool, whole: bool, rehearse: bool, watch: bool,
-            words: tuple[str, ...], **elsewhere: Any) -> int:
+def command(plan_path: str | None, budget: float | None, procs: int, gpus: int, sync_batchnorm: bool, whole: bool, shard: str, rehearse: bool,
+            watch: bool, words: tuple[str, ...], **elsewhere: Any) -> int:
     """Run a program under its plan.
 
     The program takes this process over: its input, output, signals and exit code are its own. With --procs or --gpus it is started several times, each on
@@ -51,7 +53,9 @@ def command(plan_path: str | None, budget: float | None, procs: int, gpus: int, 
     place = places.place_of(elsewhere, procs if procs > 1 else None, gpus or None)
     if place is not None and place.cluster in ("slurm", "k8s"):
         return places.go(place, cmd, os.environ, ["--plan", plan_path] if plan_path is not None else [])
-    ranks = _ranks_asked(procs, gpus, sync_batchnorm, whole, rehearse)
+    ranks = _ranks_asked(procs, gpus, sync_batchnorm, whole, shard, rehearse)
+    if shard == "always" and ranks is None and place is None:
+        raise UsageError("--shard divides weights between ranks, and there is only one. Say how many there are: --procs 2 --shard always.")
     facts = look()
     plan, remark = _plan_for(cmd, facts, plan_path)
     if plan is None and budget:
@@ -62,7 +66,8 @@ def command(plan_path: str | None, budget: float | None, procs: int, gpus: int, 
     elif remark:
         _say(remark)
     if ranks is not None or place is not None:
-        return _run_as_ranks(cmd, facts, plan or Plan(), ranks, place, known_ideal(cmd) if watch else None)
+        plan = (plan or Plan()).without("sharding") if shard == "never" else plan
+        return _run_as_ranks(cmd, facts, plan or Plan(), ranks, place, shard, known_ideal(cmd) if watch else None)
     if not watch and not (plan is not None and len(plan)):
         _become(cmd, _listening())
     if cmd.closed:
@@ -71,7 +76,7 @@ def command(plan_path: str | None, budget: float | None, procs: int, gpus: int, 
     return _become(cmd, _environment(plan or Plan(), facts, known_ideal(cmd) if watch else None))
 
 
-def _ranks_asked(procs: int, gpus: int, sync_batchnorm: bool, whole: bool, again: bool) -> Any:
+def _ranks_asked(procs: int, gpus: int, sync_batchnorm: bool, whole: bool, shard: str, again: bool) -> Any:
     """None for one process. Raises UsageError."""
     if gpus and procs > 1 and gpus != procs:
         raise UsageError(f"--procs {procs} and --gpus {gpus} do not agree; --gpus {gpus} alone starts {gpus} ranks with a GPU each.")
@@ -79,22 +84,26 @@ def _ranks_asked(procs: int, gpus: int, sync_batchnorm: bool, whole: bool, again
         return None
     from flatout.cli.dividing import Asked
 
-    return Asked(max(procs, gpus), bool(gpus), sync_batchnorm, whole, again)
+    return Asked(max(procs, gpus), bool(gpus), sync_batchnorm, whole, shard, again)
 
 
-def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, asked: Any, place: Any, watch: dict[str, float] | None) -> int:
+def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, asked: Any, place: Any, shard: str, watch: dict[str, float] | None) -> int:
     """On this machine, or with the nodes of ``place``."""
-    from flatout.cli.dividing import Asked, divided_plan, division, run_divided
+    from flatout.cli.dividing import Asked, divided_plan, rehearsed, run_divided
     from flatout.tune.rehearsal import LEVER
 
     if cmd.closed:
         raise UsageError(f"`python {cmd.closed}` keeps flatout out, and every rank would train the same. Leave the option away.")
-    asked = asked or Asked(2)  # one rank a node: two of them are rehearsed here
+    asked = asked or Asked(2, shard=shard)  # one rank a node: two of them are rehearsed here
     given = plan.get(LEVER)
     value = given.value if given is not None and isinstance(given.value, dict) else None
+    shards = asked.shard == "always"
     if value is None and not (place is not None and place.nodes.node_rank):  # the other nodes take what the first one found
-        value = division(cmd, facts, asked)
-    plan, left_out = divided_plan(plan, value or {})
+        value, found = rehearsed(cmd, facts, asked)
+        shards = found.shards
+        if found.memory:
+            _say(found.memory)
+    plan, left_out = divided_plan(plan, value or {}, shards)
     if [name for name in left_out if name != LEVER]:
         _say(f"with several ranks these levers of the plan are left out: {', '.join(name for name in left_out if name != LEVER)}")
     environment = _environment(plan, facts, watch, seed=secrets.randbits(31))
