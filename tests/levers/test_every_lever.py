@@ -18,7 +18,10 @@ from flatout.levers import TABLE
 from flatout.plan.facts import Facts, Gpu
 from flatout.plan.lever import Comparison, Lever, Options, Skip
 from flatout.plan.plan import Choice, Plan
+from flatout.plan.standing import standing
 from flatout.plan.words import Effect, Moment
+from flatout.ranks.divided import Divided
+from flatout.ranks.division import Division
 
 torch = pytest.importorskip("torch")
 
@@ -37,7 +40,7 @@ VALUES = {
     "batched_transforms": ["all", "light"], "cached_prefix": [{"mib": 64}, {"mib": 64, "ahead": True}],
     "resident_data": [{"mib": 64}], "device_prefetch": [2], "batch_size": [{"size": 4}, {"size": 16, "loader": 1}], "memory_budget": [0.5], "inplace": [True],
     "recompute": [{"ops": "cheap"}, {"ops": "linear", "share": 0.5}], "offload": ["activations", "optimizer"], "optimizer_state": ["8bit"],
-    "data_parallel": [{"reduction": "mean"}],
+    "data_parallel": [{"reduction": "mean"}], "sharding": [{"over": "node"}, {"over": "all"}],
     "local_sgd": [{"every": 8}, {"every": 4, "outer": "nesterov", "overlap": True, "warmup": 100}],
     "comm_compression": ["bf16", "fp16", "powersgd", {"kind": "powersgd", "rank": 1, "after": 0}], "gradient_buckets": [1, "all"],
 }
@@ -49,11 +52,13 @@ IN_PROCESS = [lever for lever in TABLE if lever.moment is not Moment.PROCESS]
 CASES = [pytest.param(lever, value, id=f"{lever.name}-{value}") for lever in IN_PROCESS if lever.name not in AMONG_RANKS for value in VALUES[lever.name]]
 
 
-def as_a_rank(lever: Lever, monkeypatch) -> None:
+def as_a_rank(lever: Lever, monkeypatch, scene) -> None:
     """Levers for several ranks need to be told that they are on one; they meet the others in the first forward pass."""
-    if lever.name == "data_parallel":
+    if lever.name in ("data_parallel", "sharding"):
         for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MEETING", "file:///nowhere")):
             monkeypatch.setenv(f"FLATOUT_{name}", value)
+    if lever.name == "sharding":
+        scene.divided = Divided(torch, scene, standing(), Division(), Ledger())
 
 
 def test_the_table_names_every_lever_once():
@@ -242,7 +247,7 @@ def test_levers_among_ranks_do_nothing_in_one_process(program, name):
 @pytest.mark.parametrize(("lever", "value"), CASES)
 def test_apply_then_undo_leaves_torch_as_found(program, lever, value, monkeypatch):
     live = program()
-    as_a_rank(lever, monkeypatch)
+    as_a_rank(lever, monkeypatch, live.scene)
     importlib.import_module("torch._inductor.config")
     gc.collect()
     before, ledger = everything(live), Ledger()
@@ -305,7 +310,7 @@ def test_a_model_saved_under_it_is_the_plain_model(program, lever, value, tmp_pa
 @pytest.mark.parametrize(("lever", "value"), CASES)
 def test_the_known_bad_undoes_as_well(program, lever, value, monkeypatch):
     live = program()
-    as_a_rank(lever, monkeypatch)
+    as_a_rank(lever, monkeypatch, live.scene)
     before = everything(live)
     undo = lever.known_bad(live.scene, value, Ledger())
     undo()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,23 @@ from flatout.plan.errors import CannotDivide
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder, read_json, write_json
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.words import Origin
+from flatout.tune.ranks import base_plan, unfit
 from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed
 from flatout.tune.session import job_folder, key_of
+from flatout.tune.sharding import ALWAYS, AUTO
+from flatout.tune.sharding import LEVER as SHARDING
 
 REHEARSAL_S = 120.0  # about; shown, not enforced
 
 
-def division(command: Command, facts: Facts, asked: RanksAsked) -> dict[str, Any]:
-    """The value of the lever for this program: from an earlier rehearsal of the same command, script, machine and versions, else from one now.
+def rehearsed(command: Command, facts: Facts, asked: RanksAsked) -> tuple[dict[str, Any], Rehearsed]:
+    """The value of the lever for this program, and all that was found: from an earlier rehearsal of the same command, script, machine and versions, else from
+    one now.
 
     Raises CannotDivide, ProgramFailed.
     """
     folder = writable(job_folder(command), asked=False)
-    key = {**key_of(command, facts), "procs": str(asked.procs), "gpus": str(asked.gpus), "whole": str(asked.whole)}
+    key = {**key_of(command, facts), "procs": str(asked.procs), "gpus": str(asked.gpus), "whole": str(asked.whole), "shard": asked.shard}
     known = read_json(folder.ranks)
     if isinstance(known, dict) and known.get("key") == key and not asked.again:
         found = Rehearsed.from_json(known["rehearsed"])
@@ -44,21 +47,37 @@ def division(command: Command, facts: Facts, asked: RanksAsked) -> dict[str, Any
     if found.division is None:
         raise CannotDivide(f"this program is not run as {asked.procs} ranks: {found.why_not}. {found.instead}\n"
                            f"What was seen of it is in {folder.ranks}.")
-    return {**found.division, "batchnorm": "all"} if asked.sync_batchnorm else found.division
+    return ({**found.division, "batchnorm": "all"} if asked.sync_batchnorm else found.division), found
 
 
 def _rehearse(command: Command, facts: Facts, asked: RanksAsked, folder: JobFolder) -> Rehearsed:
     with LiveProgress(Console(stderr=True), REHEARSAL_S) as progress:
         return Rehearsal(command, lambda one: launcher_of(one, asked.procs, asked.gpus, facts.cores), asked.procs, folder, facts, whole=asked.whole,
-                         stage=progress.stage).run()
+                         stage=progress.stage, shard=asked.shard).run()
 
 
-def divided_plan(plan: Plan, value: Mapping[str, Any]) -> tuple[Plan, list[str]]:
-    """The plan of each rank, and the levers of ``plan`` that are left out: they were found with one process."""
-    found = {lever.name: lever for lever in TABLE}
-    kept = [choice for choice in plan if choice.name in found and not found[choice.name].of_one_process]
-    left_out = [choice.name for choice in plan if choice not in kept]
-    return Plan((*kept, Choice(LEVER, dict(value), Origin.USER))), left_out
+def plan_of_ranks(command: Command, facts: Facts, plan: Plan, chosen: Sequence[Choice], asked: RanksAsked, say: Callable[[str], None],
+                  first: bool = True) -> Plan:
+    """The plan of each rank: how the program divides, and what of ``plan`` goes with that. ``chosen`` are levers by name for this very run: they stay.
+
+    ``first``: this node finds out how the program divides; the others take what it has found. Raises CannotDivide, ProgramFailed.
+    """
+    given = plan.get(LEVER)
+    value = given.value if given is not None and isinstance(given.value, dict) else None
+    shards = asked.shard == ALWAYS or (asked.shard == AUTO and plan.get(SHARDING) is not None)
+    if value is None and first:
+        value, found = rehearsed(command, facts, asked)
+        shards = found.shards
+        if found.memory:
+            say(found.memory)
+    base = base_plan(value or {}, shards)
+    table, by_name = {lever.name: lever for lever in TABLE}, {choice.name for choice in chosen}
+    asked_of = [choice for choice in plan if choice.name in table and choice.name not in (LEVER, SHARDING)]
+    kept = [choice for choice in asked_of if choice.name in by_name or not unfit(table[choice.name], base)]
+    left_out = [choice.name for choice in asked_of if choice not in kept]
+    if left_out:
+        say(f"with several ranks these levers of the plan are left out: {', '.join(left_out)}")
+    return Plan(tuple(kept)).on_top_of(base)
 
 
 def run_divided(command: Command, facts: Facts, asked: RanksAsked, job: Path, environment: Mapping[str, str]) -> int:

@@ -52,7 +52,7 @@ class Place:
     given: Mapping[str, Any]
 
 
-def place_of(given: Mapping[str, Any], ranks: RanksAsked | None) -> Place | None:
+def place_of(given: Mapping[str, Any], ranks: RanksAsked) -> Place | None:
     """What the options say, or None for a run on this machine alone. Raises UsageError where they contradict each other."""
     if all(value is None or value is False for value in given.values()):
         return None
@@ -66,7 +66,7 @@ def place_of(given: Mapping[str, Any], ranks: RanksAsked | None) -> Place | None
         if given[name] is not None and cluster not in needs:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} {given[name]} is for {' or '.join(f'--{need}' for need in needs)}, which is missing. Give both, or leave it away.")
-    procs, gpus = (None, ranks.procs) if ranks is not None and ranks.gpus else (ranks.procs if ranks is not None else None, None)
+    procs, gpus = (None, ranks.procs) if ranks.gpus else (ranks.procs if ranks.several else None, None)
     nodes = nodes_of(given["nodes"], given["node_rank"], given["rendezvous"], procs, gpus, given["restarts"], f"--{cluster}" if cluster else None)
     return Place(nodes, cluster, dict(given)) if nodes else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -15,6 +15,8 @@ OPTIONS = (
     click.option("--gpus", default=0, type=click.IntRange(0), help="The same with one CUDA device each."),
     click.option("--sync-batchnorm", is_flag=True, help="With several ranks: batch normalisation over the whole batch, for an exchange a layer."),
     click.option("--whole", is_flag=True, help="With several ranks: the script sees whole batches on each; all that it counts is of the whole."),
+    click.option("--shard", default="auto", show_default=True, type=click.Choice(["auto", "always", "never"]),
+                 help="With several ranks: each keeps a part of weights, gradients and optimizer state; auto where they do not fit."),
     click.option("--rehearse", is_flag=True, help="With several ranks: compare them with one process once more, though it was done before."),
 )
 
@@ -22,18 +24,28 @@ OPTIONS = (
 @dataclass(frozen=True)
 class RanksAsked:
     """``procs`` ranks; ``gpus``: with a CUDA device each. ``sync_batchnorm``: batch normalisation looks at all ranks. ``whole``: the script sees whole
-    batches. ``again``: rehearse though it was done before."""
+    batches. ``shard``: whether each rank keeps a part of weights, gradients and optimizer state. ``again``: rehearse though it was done before."""
 
     procs: int
     gpus: bool = False
     sync_batchnorm: bool = False
     whole: bool = False
+    shard: str = "auto"
     again: bool = False
 
     @property
+    def several(self) -> bool:
+        return self.procs > 1
+
+    @property
+    def at_least_two(self) -> RanksAsked:
+        """Where nodes have one rank each, two of them are rehearsed here."""
+        return self if self.several else replace(self, procs=2)
+
+    @property
     def title(self) -> str:
-        """What a plan is made for."""
-        return f"{self.procs} {'GPUs' if self.gpus else 'processes'}"
+        """What a plan is made for; "" for one process."""
+        return f"{self.procs} {'GPUs' if self.gpus else 'processes'}" if self.several else ""
 
 
 def options(command: Callable) -> Callable:
@@ -43,9 +55,9 @@ def options(command: Callable) -> Callable:
     return command
 
 
-def ranks_asked(given: dict[str, Any]) -> RanksAsked | None:
-    """Takes the values of the options out of ``given``; None for one process. Raises UsageError."""
-    procs, gpus, sync_batchnorm, whole, again = (given.pop(name) for name in ("procs", "gpus", "sync_batchnorm", "whole", "rehearse"))
+def ranks_asked(given: dict[str, Any]) -> RanksAsked:
+    """Takes the values of the options out of ``given``. Raises UsageError."""
+    procs, gpus, sync_batchnorm, whole, shard, again = (given.pop(name) for name in ("procs", "gpus", "sync_batchnorm", "whole", "shard", "rehearse"))
     if gpus and procs > 1 and gpus != procs:
         raise UsageError(f"--procs {procs} and --gpus {gpus} do not agree; --gpus {gpus} alone starts {gpus} ranks with a GPU each.")
-    return RanksAsked(max(procs, gpus), bool(gpus), sync_batchnorm, whole, again) if max(procs, gpus) > 1 else None
+    return RanksAsked(max(procs, gpus), bool(gpus), sync_batchnorm, whole, shard, again)

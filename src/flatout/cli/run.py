@@ -49,18 +49,20 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
         options = [*(["--plan", plan_path] if plan_path is not None else []), *(f"--with={in_words(choice)}" for choice in chosen)]
         return places.go(place, cmd, os.environ, options)
     facts = look()
-    made_for = asked.title if asked is not None and place is None else ""
+    if asked.shard == "always" and not asked.several and place is None:
+        raise UsageError("--shard divides weights between ranks, and there is only one. Say how many there are: --procs 2 --shard always.")
+    made_for = asked.title if place is None else ""
     plan, remark = _plan_for(cmd, facts, plan_path, made_for)
     if plan is None and budget:
         plan = _tune_first(words, budget, asked)
     for choice in chosen:
         plan = (plan or Plan()).with_choice(choice)
-    if plan is None and asked is None and place is None:
+    if plan is None and not asked.several and place is None:
         remark = remark or "no plan fits this command yet"
         _say(f"{remark}; running it as it is. To tune: flatout tune {' '.join(words)}")
     elif remark:
         _say(remark)
-    if asked is not None or place is not None:
+    if asked.several or place is not None:
         return _run_as_ranks(cmd, facts, plan or Plan(), chosen, asked, place, known_ideal(cmd) if watch else None)
     if not watch and not (plan is not None and len(plan)):
         _become(cmd, _listening())
@@ -70,29 +72,17 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
     return _become(cmd, _environment(plan or Plan(), facts, known_ideal(cmd) if watch else None))
 
 
-def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, ...], asked: ranks.RanksAsked | None, place: Any,
+def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, ...], asked: ranks.RanksAsked, place: Any,
                   watch: dict[str, float] | None) -> int:
     """On this machine, or with the nodes of ``place``."""
     import secrets
 
-    from flatout.cli.dividing import divided_plan, division, run_divided
+    from flatout.cli.dividing import plan_of_ranks, run_divided
     from flatout.launch.elastic import agent_command
-    from flatout.tune.rehearsal import LEVER
 
     if cmd.closed:
         raise UsageError(f"`python {cmd.closed}` keeps flatout out, and every rank would train the same. Leave the option away.")
-    asked = asked or ranks.RanksAsked(2)  # one rank a node: two of them are rehearsed here
-    given = plan.get(LEVER)
-    value = given.value if given is not None and isinstance(given.value, dict) else None
-    if value is None and not (place is not None and place.nodes.node_rank):  # the other nodes take what the first one found
-        value = division(cmd, facts, asked)
-    plan, left_out = divided_plan(plan, value or {})
-    for choice in chosen:  # asked for by name, for this very run
-        if choice.name in left_out and choice.name != LEVER:
-            plan = plan.with_choice(choice)
-            left_out.remove(choice.name)
-    if [name for name in left_out if name != LEVER]:
-        _say(f"with several ranks these levers of the plan are left out: {', '.join(name for name in left_out if name != LEVER)}")
+    plan = plan_of_ranks(cmd, facts, plan, chosen, asked.at_least_two, _say, first=place is None or not place.nodes.node_rank)
     environment = _environment(plan, facts, watch, seed=secrets.randbits(31))
     if place is not None and place.cluster == "ray":
         return places.go(place, cmd, environment)
@@ -131,7 +121,7 @@ def _plan_for(cmd: Command, facts: Facts, given: str | None, made_for: str) -> t
     return None, remark
 
 
-def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RanksAsked | None) -> Plan | None:
+def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RanksAsked) -> Plan | None:
     from flatout.cli.tune import tune
     from flatout.plan.words import Effect
     from flatout.tune.session import plan_of

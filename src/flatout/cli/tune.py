@@ -23,12 +23,13 @@ from flatout.measure.load import busy_cores
 from flatout.plan.errors import FlatoutError, ProgramFailed, UsageError
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder, write_json, write_whole
-from flatout.plan.plan import Choice, Plan
+from flatout.plan.plan import Choice
 from flatout.plan.predictions import levers_first, predictions, with_measured
 from flatout.plan.profile import ProfileRecord
 from flatout.plan.records import RanksRecord, SessionRecord
 from flatout.plan.words import Effect
 from flatout.probe.machine import look, oom_kills
+from flatout.tune.ranks import base_plan
 from flatout.tune.search import search
 from flatout.tune.session import job_folder, open_session, save_session, verdict, write_plan
 from flatout.tune.tuning import Goal, Tuning
@@ -84,7 +85,7 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     if busy is not None:
         session.machine["busy_cores_before"] = round(busy, 2)
     save_session(folder, session)
-    how = {} if asked is None else _as_ranks(cmd, facts, asked, session)
+    how = {} if asked is None or not asked.several else _as_ranks(cmd, facts, asked, session)
     console, kills = Console(stderr=True), oom_kills()
     # A terminated tuner must end its programs as an interrupted one does.
     signal.signal(signal.SIGTERM, interrupt)
@@ -117,13 +118,13 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
 
 def _as_ranks(cmd: Command, facts: Facts, asked: ranks.RanksAsked, session: SessionRecord) -> dict[str, Any]:
     """What a search over ranks begins with, once it has been seen that the program divides. Raises CannotDivide, ProgramFailed."""
-    from flatout.cli.dividing import divided_plan, division
+    from flatout.cli.dividing import rehearsed
     from flatout.launch.gang import launcher_of
 
-    base, _ = divided_plan(Plan(), division(cmd, facts, asked))
-    session.ranks = session.ranks or RanksRecord(asked.procs, dict(base.choices[0].value), asked.gpus)  # type: ignore[arg-type]  # the lever's value is a table
+    division, found = rehearsed(cmd, facts, asked)
+    session.ranks = session.ranks or RanksRecord(asked.procs, division, asked.gpus, shards=found.shards)
     each = replace(facts, cores=max(1, facts.cores // asked.procs))
-    return {"command": launcher_of(cmd, asked.procs, asked.gpus, facts.cores), "alone": cmd, "base": base, "facts": each}
+    return {"command": launcher_of(cmd, asked.procs, asked.gpus, facts.cores), "alone": cmd, "base": base_plan(division, found.shards), "facts": each}
 
 
 def _tell_the_profile(folder: JobFolder, profile: ProfileRecord, session: SessionRecord) -> None:

@@ -29,6 +29,7 @@ from flatout.levers.optimizer_state import LEVER as optimizer_state
 from flatout.levers.recompute import LEVER as recompute
 from flatout.levers.reduced_precision import LEVER as reduced_precision
 from flatout.levers.resident_data import LEVER as resident_data
+from flatout.levers.sharding import LEVER as sharding
 from flatout.levers.tf32 import LEVER as tf32
 from flatout.levers.threads import LEVER as threads
 from flatout.plan.lever import Lever
@@ -46,6 +47,7 @@ TABLE: tuple[Lever, ...] = (
     resident_data,
     device_prefetch,
     data_parallel,
+    sharding,
     local_sgd,
     comm_compression,
     gradient_buckets,

@@ -280,6 +280,7 @@ class RanksRecord(Record):
     procs: int
     division: dict[str, Any] = field(default_factory=dict)
     gpus: bool = False
+    shards: bool = False  # each keeps a part of the weights
     one_process_ms: float | None = None
     ratio: Ratio | None = None
     sent_bytes: float = 0.0

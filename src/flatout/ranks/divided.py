@@ -47,6 +47,7 @@ class Divided:
         self.exchange: Exchange | None = None
         self.terms = self.wanted = Terms()  # how gradients travel, and how this rank would have them travel
         self.local: Any = None  # what `local_sgd` has in place
+        self.sharding: Any = None  # what the lever `sharding` has put here: weights divided over the ranks
         ledger.call("gradient hooks", self.close_exchange)
         self.stop_searching: Callable[[], Any] | None = None
 
@@ -101,7 +102,9 @@ class Divided:
             self.joined = True
             join(self.torch, self.here, parameters[0].device.type, self.ledger)
         self.roots.append(weakref.ref(module))
-        self._make_equal([*parameters, *module.buffers()])
+        self._make_equal([*(p for p in parameters if not self._is_sharded(p)), *module.buffers()])
+        if self.sharding is not None:
+            self.sharding.shard(module)
         if self.division.batchnorm == ALL:
             over_all_ranks(self.torch, module, self.ledger)
         elif any(isinstance(each, self.torch.nn.modules.batchnorm._BatchNorm) for each in module.modules()):
@@ -237,6 +240,7 @@ class Divided:
         if self.exchange is None or not _the_same(self.exchange.parameters, parameters):
             self.close_exchange()
             self.exchange = Exchange(self.torch, self.here, parameters, len(self.scene.optimizers) > 1, self.terms)
+            self.exchange.may_leave_early &= self.sharding is None  # whose own exchanges are under way at that time
         self.exchange.begin()
         return self.exchange
 
@@ -272,8 +276,12 @@ class Divided:
         if shows != self.everything[0]:
             found = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
             found += [p for root in self._live_roots() for p in root.parameters()]
-            self.everything = shows, list({id(p): p for p in found}.values())
+            self.everything = shows, list({id(p): p for p in found if not self._is_sharded(p)}.values())
         return self.everything[1]
+
+    def _is_sharded(self, parameter: Any) -> bool:
+        """Whether its gradient is averaged by who has divided it."""
+        return self.sharding is not None and bool(self.sharding.holds(parameter))
 
 
 def weighted(torch: Any, losses: tuple, given: Any, factor: float) -> Any:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 MEAN, SUM = "mean", "sum"
-INDEX, CUT, DOOR, WHOLE = "index", "cut", "door", "whole"
+INDEX, CUT, DOOR, WHOLE, SAME = "index", "cut", "door", "whole", "same"
 OWN, ALL = "own", "all"
-WORDS = {"reduction": (MEAN, SUM), "batches": (INDEX, CUT, DOOR, WHOLE), "batchnorm": (OWN, ALL), "draws": (OWN, ALL)}
+WORDS = {"reduction": (MEAN, SUM), "batches": (INDEX, CUT, DOOR, WHOLE, SAME), "batchnorm": (OWN, ALL), "draws": (OWN, ALL)}
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Division:
     """``loaders`` are the places of those that train, in the order in which the script makes them; a text in a plan, as in "0,2".
 
     ``reduction``: the loss is a mean or a sum over samples. ``batches``: divided by index before they are fetched, cut after that, or cut at the door of the
-    model; ``whole``: cut at the door, and what the model gives put together behind it, so that the script sees whole batches and its loss may be anything.
+    model; ``whole``: cut at the door, and what the model gives put together behind it, so that the script sees whole batches and its loss may be anything;
+    ``same``: not divided, every rank computes all of each batch, as one process does.
     ``batchnorm``: statistics of each rank's own share or of all. ``draws``: random numbers of each rank's own, or those of one process.
     """
 

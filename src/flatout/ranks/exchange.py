@@ -115,6 +115,8 @@ class Exchange:
 
     def _touched(self) -> list[int]:
         """The buckets that a gradient arrived in, on any rank."""
+        if not self.parameters:
+            return []
         mine = {self.bucket_of[at] for at in self.arrived}
         flags = self.torch.tensor([float(number in mine) for number in range(len(self.buckets))], device=self.parameters[0].device)
         self.torch.distributed.all_reduce(flags)
@@ -135,7 +137,8 @@ class Exchange:
 
     def _extra(self, values: Sequence[Any], wanted: Terms) -> Any:
         """The values, what each rank wants, and for each parameter whether this rank has a gradient of it."""
-        torch, device = self.torch, self.parameters[0].device
+        torch = self.torch
+        device = next((tensor.device for tensor in (*self.parameters, *values)), torch.device("cpu"))
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
         words = [wanted.word if rank == self.here.rank else 0.0 for rank in range(self.here.world_size)]
         has = [float(parameter.grad is not None) for parameter in self.parameters]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from flatout.engine.replay import shake
@@ -89,6 +90,14 @@ class Witness(Worker):
             return IN_CHILDREN
         return BY_GROUP if together else ""
 
+    def _held(self) -> dict[str, int]:
+        """Bytes of what lasts from step to step: all of it, where ranks hold parts."""
+        scene, tensor = self.scene, self.torch.Tensor
+        weights = {id(p): p for root in scene.roots for p in (*root.parameters(), *root.buffers())} | {id(p): p for p in scene.parameters}
+        state = [value for optimizer in scene.optimizers for each in optimizer.state.values() if isinstance(each, dict) for value in each.values()]
+        return {"weights": _bytes(weights.values()), "gradients": _bytes(p for p in weights.values() if p.requires_grad),
+                "optimizer state": _bytes(value for value in state if isinstance(value, tensor))}
+
     def _sketch(self) -> None:
         self.gradients = [sketched(self.torch, p.grad) for p in self.scene.parameters]
 
@@ -101,7 +110,8 @@ class Witness(Worker):
         scene = self.scene
         self._answer({"ticks": 0, "losses": [loss.hex() for loss in self.losses], "gradients": self.gradients, "steps": scene.steps,
                       "fed": scene.loaders_that_train, "loaders": scene.loaders, "scene": scene.describe(),
-                      "divides_itself": self._divides_itself(), "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
+                      "divides_itself": self._divides_itself(), "held": self._held(), "device": scene.device_type,
+                      "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
                       "skipped": [o.to_json() for o in self.applier.outcomes if not o.applied]})
         while True:
             command = self._next_command()
@@ -110,10 +120,16 @@ class Witness(Worker):
             self._answer({"error": f"unknown command {command['do']!r}"})
 
 
+def _bytes(tensors: Iterable[Any]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def sketched(torch: Any, gradient: Any) -> list[float]:
     """``SKETCH`` sums over a gradient, or all of it where it is small; empty where there is none."""
     if gradient is None:
         return []
+    if hasattr(gradient, "full_tensor"):  # of a divided weight
+        gradient = gradient.full_tensor()
     flat = gradient.detach().to_dense().double().reshape(-1)
     if flat.numel() <= SKETCH:
         return list(map(float, flat.tolist()))

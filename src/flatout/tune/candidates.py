@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flatout.levers import TABLE
-from flatout.levers.data_parallel import NAME as DIVIDES
 from flatout.plan.lever import Lever, Value
 from flatout.plan.plan import Choice, Plan, spell
 from flatout.plan.records import Contest, LeverRecord, Ratio
@@ -21,7 +20,6 @@ UNDECIDED = 1.25  # high over low of a live contest that could not tell
 
 LIVE, PROCESSES = "live", "processes"  # how a ratio was measured
 NO_TIME = "there was no time left to measure it"
-OF_ONE_PROCESS = "with several ranks loaders and compilers are left as they are"
 FOR_MEMORY = "it gives time for memory, which was not limited (--memory-limit 8GB)"
 
 
@@ -82,12 +80,12 @@ class Candidate:
 
 
 def consider(options: dict[str, Any], effects: frozenset[Effect], only: frozenset[str] | None, limited: bool = False,
-             divided: bool = False) -> dict[str, Candidate]:
-    """What every lever said of the program, narrowed by what the person asked for. ``limited`` tells that memory is, ``divided`` that the program runs as
-    several ranks."""
+             base: Plan | None = None, unfit: Callable[[Lever, Plan | None], str] = lambda lever, base: "") -> dict[str, Candidate]:
+    """What every lever said of the program, narrowed by what the person asked for. ``limited`` tells that memory is; ``base`` is what all programs of the
+    search run under, and ``unfit`` says why a lever cannot join it."""
     found = {}
     for lever in TABLE:
-        if divided and lever.name == DIVIDES:
+        if base is not None and base.get(lever.name) is not None:
             continue  # it holds for all programs of the search
         answer = options[lever.name]
         if "skip" in answer:
@@ -98,8 +96,8 @@ def consider(options: dict[str, Any], effects: frozenset[Effect], only: frozense
             found[lever.name] = Candidate(lever, (), effect, reason="it was not among the levers asked for")
         elif effect is Effect.CHANGES_MATH:
             found[lever.name] = Candidate(lever, (), effect, reason="it changes what is learned, so it is only used by name in a plan, never by the tuner")
-        elif divided and lever.of_one_process:
-            found[lever.name] = Candidate(lever, (), effect, reason=OF_ONE_PROCESS)
+        elif apart := unfit(lever, base):
+            found[lever.name] = Candidate(lever, (), effect, reason=apart)
         elif effect not in effects:
             found[lever.name] = Candidate(lever, (), effect, reason=f"its effect here is {effect}, which was not asked for")
         elif lever.saves_memory and not limited and only is None:

@@ -6,19 +6,45 @@ their own pace for some steps (`flatout.trial.pace`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from flatout.measure.clock import seconds
 from flatout.measure.pace import imbalance, lost_ms, paces
 from flatout.measure.statistics import mean
-from flatout.plan.plan import Plan
+from flatout.plan.lever import Lever
+from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import Ratio
+from flatout.plan.words import Moment, Origin
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
 from flatout.tune.arena import Entrant
+from flatout.tune.rehearsal import LEVER as DIVIDES
+from flatout.tune.sharding import LEVER as SHARDING
+from flatout.tune.sharding import choices
 from flatout.tune.tuning import Tuning, why_gone
 
+BESIDE_PARTS = ("autocast",)  # levers that act on models or optimizers, and leave their weights alone
+OF_ONE_PROCESS = "with several ranks loaders and compilers are left as they are"
+OF_WHOLE_WEIGHTS = "it wants whole weights, and each rank keeps a part of them"
 SHARE = 0.15  # of the budget, for both together
 PACE_STEPS = 40
 PACE_S = 10.0
+
+
+def base_plan(division: Mapping[str, Any], shards: bool) -> Plan:
+    """What every rank runs under: how batches are divided, and whether weights are."""
+    return Plan((Choice(DIVIDES, dict(division), Origin.USER), *choices(shards)))
+
+
+def unfit(lever: Lever, base: Plan | None) -> str:
+    """Why a lever cannot join a program that runs under ``base``; nothing where it can."""
+    if base is None:
+        return ""
+    if lever.of_one_process:
+        return OF_ONE_PROCESS
+    parts = base.get(SHARDING) is not None and lever.moment in (Moment.MODEL, Moment.OPTIMIZER) and lever.name not in BESIDE_PARTS
+    return OF_WHOLE_WEIGHTS if parts else ""
 
 
 def beside_one_process(tuning: Tuning) -> None:

@@ -10,6 +10,10 @@ how the loss divides:
     not that either                     the program is not run as ranks
 
 The real job then fetches by index where it can, and draws its own random numbers; that is the division the rehearsal answers with.
+
+Where weights, gradients and optimizer state do not fit beside each other on one device (`tune/sharding.py`) they are divided over the ranks in the
+rehearsal as well. If one process cannot even be the witness, N ranks are: each of them keeps its part of the weights and computes the whole of each batch,
+so that the average of their gradients is that of one process.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from flatout.plan.records import Record, TrialRecord
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.witness import BY_GROUP, ENTRY, STEPS
 from flatout.tune.divides_itself import how, meant, missing
+from flatout.tune.sharding import ALWAYS, AUTO, NEVER, choices, ran_out, verdict
 
 LEVER = "data_parallel"
 WAYS = {"cut": "as a {} over samples", "door": "divided as batches enter the model, as a {} over samples", "whole": "the model's outputs put together again"}
@@ -54,21 +59,25 @@ class Rehearsed(Record):
     gradient_error: float | None = None
     loss_error: float | None = None
     notes: list[str] = field(default_factory=list)
+    shards: bool = False  # weights, gradients and optimizer state are divided over the ranks
+    memory: str = ""  # what was found of them, in a sentence
 
 
 class Rehearsal:
-    """``ranks_of(command)`` is the command that starts the same program as ranks. ``whole``: the script is to see whole batches on every rank."""
+    """``ranks_of(command)`` is the command that starts the same program as ranks. ``whole``: the script is to see whole batches on every rank.
+    ``shard``: whether weights are divided, a word of tune/sharding.py."""
 
     def __init__(self, command: Command, ranks_of: Callable[[Command], Command], procs: int, job: JobFolder, facts: Facts, seed: int = 0, whole: bool = False,
-                 stage: Callable[[str, str], None] = lambda name, detail: None) -> None:
+                 stage: Callable[[str, str], None] = lambda name, detail: None, shard: str = AUTO) -> None:
         self.command, self.ranks_of, self.procs, self.job, self.facts, self.seed, self.stage = command, ranks_of, procs, job, facts, seed, stage
-        self.whole = whole
+        self.whole, self.shard = whole, shard
         self.found = Rehearsed(procs)
         self.rounding: tuple[float, float] | None = None  # how far one process carries it: gradients of the first step, losses
 
     def run(self) -> Rehearsed:
         """Raises ProgramFailed where the program fails by itself."""
         self.stage("rehearsing", "the first steps as one process")
+        alone = True  # the witness is one process
         try:
             witness = self._heard(self.command, Plan())
         except ProgramGone as gone:
@@ -76,10 +85,34 @@ class Rehearsal:
                 return self._refused(f"it ended before {STEPS} training steps were done, so there is too little to compare")
             if missing(gone.record):
                 return self._divides_itself(f"it wants to be started by torchrun ({missing(gone.record)} is not set)", BY_GROUP)
-            raise _failed(gone.record) from None
+            if self.shard == NEVER or not ran_out(gone.record):
+                raise _failed(gone.record) from None
+            witness, alone = self._divided_witness(gone.record), False
+        self._memory(witness, alone)
         self.found.losses = _numbers(witness["losses"])
         if witness["divides_itself"]:
             return self._divides_itself(how(witness["divides_itself"]), witness["divides_itself"])
+        found = self._compared(witness)
+        if found.division is None and found.shards and self.shard == AUTO and alone:
+            found.memory += f"; but that was left again: {found.why_not}"
+            found.shards, found.why_not = False, ""
+            found = self._compared(witness)
+        return found
+
+    def _divided_witness(self, record: TrialRecord) -> dict[str, Any]:
+        """One process does not have the memory. Raises ProgramFailed."""
+        self.stage("rehearsing", f"one process has run out of memory: the first steps as {self.procs} ranks that divide the weights, not the batches")
+        try:
+            return self._heard(self.ranks_of(self.command), Plan((Choice(LEVER, {"batches": "same", "loaders": ""}), *choices(True))))
+        except ProgramGone:
+            raise _failed(record) from None
+
+    def _memory(self, witness: dict[str, Any], alone: bool) -> None:
+        found = verdict(self.shard if alone else ALWAYS, witness["held"], witness["device"], self.facts, self.procs)
+        self.found.shards = found.divides
+        self.found.memory = found.sentence if alone else f"one process has run out of memory; {found.sentence.removesuffix(', as asked for')}"
+
+    def _compared(self, witness: dict[str, Any]) -> Rehearsed:
         why = ""
         for batches in self._ways(witness):
             for reduction in ("mean", "sum"):
@@ -103,10 +136,10 @@ class Rehearsal:
         """Nothing where this division computes what one process computes, else why it does not."""
         self.found.ranks_losses = []
         try:
-            ranks = self._heard(self.ranks_of(self.command), Plan((Choice(LEVER, division),)))
+            ranks = self._heard(self.ranks_of(self.command), Plan((Choice(LEVER, division), *choices(self.found.shards))))
         except ProgramGone as gone:
             return self._why_failed(gone.record, witness)
-        if not ranks["applied"]:
+        if not ranks["applied"] or ranks["skipped"]:
             return str(ranks["skipped"][0]["reason"]) if ranks["skipped"] else "nothing was applied"
         self._compare(witness, ranks)
         return None if self._holds() or self._carries_rounding_as_far(witness) else self._why(witness)

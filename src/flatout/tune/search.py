@@ -30,7 +30,7 @@ from flatout.tune.fit import fit
 from flatout.tune.live import live_race
 from flatout.tune.named import by_name
 from flatout.tune.race import process_race
-from flatout.tune.ranks import beside_one_process
+from flatout.tune.ranks import beside_one_process, unfit
 from flatout.tune.tuning import Tuning
 
 FEWEST_TICKS = 12  # a program with fewer steps than this cannot be compared with anything
@@ -72,7 +72,7 @@ def observe(tuning: Tuning) -> None:
     tuning.session.scene = answer["scene"]
     arena.prefetched_ticks = PREFETCHED_BATCHES * max((loader["num_workers"] for loader in answer["scene"]["loaders"]), default=0)
     tuning.candidates = promising_first(consider(answer["options"], tuning.goal.effects, tuning.goal.only, tuning.goal.memory_limit_bytes is not None,
-                                                 tuning.alone is not None),
+                                                 tuning.base, unfit),
                                         tuning.goal.first)
     without_long_starts(tuning.candidates, answer["scene"]["loaders"], ready, LONGEST_START * tuning.goal.budget_s)
     tuning.session.baseline = Side(step_ms=ready["tick_ms"], unit=ready["unit"], warmup_ms=ready["warmup_ms"])

@@ -1,0 +1,113 @@
+"""Ranks that keep a part of each weight against one process: gradients, losses, weights, checkpoints, and the bytes that each of them holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("shard_cases.py")
+GRADIENT = {"float64": 1e-12, "float32": 1e-6}
+LATER = {"float64": 1e-9, "float32": 2e-3}
+PLAIN = {"seed": 3, "dtype": "float64", "length": 23, "batch": 8, "window": 1, "steps": 5, "optimizer": "adam", "foreach": None, "two": False, "clip": None,
+         "loss": "mean", "tied": True, "frozen": False, "other": False, "pieces": False, "penalty": False, "averaged": False, "reload": False,
+         "scaled": False, "resume": None, "procs": [1, 2], "division": {"batches": "index"}}
+WEIGH, WRONG, RESUMED = 0, 1, 3
+
+
+def a_case(draw: random.Random) -> dict:
+    return {"seed": draw.randrange(1000), "length": draw.randint(14, 26), "batch": draw.randint(4, 9), "window": draw.choice((1, 2)), "steps": 4,
+            "two": draw.random() < 0.5, "optimizer": draw.choice(("sgd", "adam")), "clip": draw.choice(("norm", "value")), "tied": draw.random() < 0.5,
+            "frozen": draw.random() < 0.5, "division": {"batches": draw.choice(("index", "cut"))}}
+
+
+def the_cases(folder: Path) -> list[dict]:
+    draw = random.Random(8)
+    return [PLAIN | case for case in (
+        {"weigh": True},
+        {"wrong": True, "steps": 1},
+        {"steps": 30, "clip": "norm"},
+        {"steps": 3, "resume": str(folder / "2.1.0.pt")},  # from what one process has saved
+        {"dtype": "float32", "optimizer": "sgd", "two": True, "frozen": True, "other": True, "penalty": True, "scaled": True, "clip": "norm", "averaged": True,
+         "length": 25},  # the last batch has one sample, fewer than there are ranks
+        {"pieces": True, "clip": "value", "window": 2, "foreach": True, "tied": False, "division": {"batches": "cut"}},
+        {"loss": "sum", "reload": True, "division": {"batches": "cut", "reduction": "sum"}},
+        {"division": {"batches": "whole"}, "steps": 2},
+        {"division": {"batches": "same"}, "steps": 2},
+        {"procs": [1, 4], "machine": 2, "clip": "norm", "steps": 3},
+        a_case(draw))]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    cases = the_cases(folder)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    done = subprocess.run([sys.executable, str(PROGRAM), str(folder / "cases.json"), str(folder)], capture_output=True, text=True, timeout=280, check=False,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = {(at, procs): [json.loads((folder / f"{at}.{procs}.{rank}.json").read_text()) for rank in range(procs)]
+             for at, case in enumerate(cases) for procs in case["procs"]}
+    return cases, found, json.loads((folder / "read_back.json").read_text())
+
+
+def distance(a: list[list[float]], b: list[list[float]]) -> float:
+    """Of two lists of vectors, over the length of the second."""
+    pairs = [(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)]
+    return (sum((x - y) ** 2 for x, y in pairs) / (sum(y * y for _, y in pairs) or 1.0)) ** 0.5
+
+
+@pytest.mark.timeout(300)
+def test_divided_weights_learn_what_whole_ones_learn(trained):
+    """Mean and sum, uneven rests, accumulation, clipping, two optimizers, a scaler, tied and frozen and unused weights, scalars, other types, a model that is
+    called in pieces, a penalty, an average of weights; over machines, too. What is printed and counted is what one process prints and counts."""
+    cases, found, _ = trained
+    for (at, procs), ranks in found.items():
+        case, one = cases[at], found[at, 1][0]
+        if procs == 1 or case.get("weigh"):
+            continue
+        if case.get("wrong"):
+            assert distance(ranks[0]["gradients"], one["gradients"]) > 0.5
+            continue
+        for rank in ranks:
+            assert distance(rank["gradients"], one["gradients"]) <= GRADIENT["float32" if case["other"] else case["dtype"]], case
+            for name in ("losses", "norms", "evaluations"):
+                assert distance([rank[name]], [one[name]]) <= LATER["float32" if name == "norms" else case["dtype"]], (name, case)
+            for name in ("weights", "averaged"):
+                assert distance(rank.get(name, []), one.get(name, [])) <= LATER[case["dtype"]], (name, case)
+            assert rank["weights"] == ranks[0]["weights"]
+            assert (rank["names"], rank["types"]) == (one["names"], one["types"])
+            assert rank["printed"][:3] == one["printed"][:3] if case["dtype"] == "float64" else rank["printed"][0] == one["printed"][0]
+
+
+@pytest.mark.timeout(300)
+def test_checkpoints_keep_the_format_of_one_process(trained):
+    """Names, whole tensors, groups and state, the model itself; and a checkpoint of one process is gone on from as one process does."""
+    cases, found, read_back = trained
+    assert len(read_back) == 8
+    for at, seen in read_back.items():
+        ranks = found[int(at), 2]
+        assert seen["names"], cases[int(at)]
+        assert all(seen["groups"]), cases[int(at)]
+        assert set(seen["kinds"]) <= {"Tensor", "Parameter"}
+        assert seen["kept"] == ranks[0]["weights"]
+        half = len(seen["state"]) // 2
+        for mine, one in zip(seen["state"][:half], seen["state"][half:], strict=True):
+            assert distance(mine, one) <= LATER[cases[int(at)]["dtype"]], cases[int(at)]
+        assert all(seen["modules"]), cases[int(at)]
+    assert cases[RESUMED]["resume"]
+    assert distance([found[RESUMED, 2][0]["losses"]], [found[RESUMED, 1][0]["losses"]]) <= 1e-12
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_holds_its_part_alone(trained):
+    """Weights, gradients and optimizer state of a model that divides evenly; the script still has a list of its weights."""
+    _, found, _ = trained
+    one = found[WEIGH, 1][0]["bytes"]
+    for rank in found[WEIGH, 2]:
+        assert 0.5 * one <= rank["bytes"] <= 0.53 * one
