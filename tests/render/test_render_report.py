@@ -83,7 +83,7 @@ def checked(session: SessionRecord) -> Page:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("session", ["1.34 times as fast, equivalent results", "flatout run python main.py --lr 0.1", "At step 12", "0.98–1.01", "−4 %", "seed 0"]),
+        ("session", ["1.34 times as fast, equivalent results", "flatout run --procs 2 python main.py --lr 0.1", "At step 12", "0.98–1.01", "−4 %", "seed 0"]),
         ("failed", ["The tuning failed", "FileNotFoundError", "2 × NVIDIA H200", "flatout tune python -m pkg.train --data '/no/such folder'"]),
         ("empty", ["Still tuning: nothing to report yet"]),
     ],
@@ -106,7 +106,7 @@ def test_the_page_tells_every_lever_and_every_contest(recorded):
 
 def test_a_page_that_found_nothing_says_so_and_claims_nothing(recorded):
     session = recorded("session")
-    session.speedup = Ratio(1.01, 0.97, 1.05, 24)
+    session.speedup, session.ranks = Ratio(1.01, 0.97, 1.05, 24), None
     assert "No faster Plan found" in (text := checked(session).text)
     assert "flatout run" not in text
     assert "Break-even" not in text
@@ -124,7 +124,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(recorded):
 
 def test_a_failed_guard_never_recommends_the_plan(recorded):
     session = recorded("session")
-    session.guard.verdict = "failed"
+    session.guard.verdict, session.ranks = "failed", None
     assert "but the results changed" in (text := checked(session).text)
     assert "flatout run" not in text
 
@@ -161,7 +161,7 @@ def test_curves_of_any_length(recorded, count):
     session.guard.plain_losses = [[2.0 + seed + 1 / (i + 1) for i in range(count)] for seed in range(5)]
     session.guard.tuned_losses = [[2.0 + 1 / (i + 1) for i in range(count)]]
     text = checked(session).text
-    assert ("Training loss" in text) == (count > 0)
+    assert text.count("Training loss") == 1 + (count > 0)  # one is of a lever by name
     assert ("coincide everywhere" in text) == (count > 0)
     assert ("Each point is the mean of 9 losses; 2,000 were compared." in text) == (count == 2000)
 
@@ -182,7 +182,7 @@ def strings(value: Any, text: str, keep: frozenset[str] = frozenset()) -> Any:
     if isinstance(value, list):
         return [strings(item, text, keep) for item in value]
     if isinstance(value, dict):
-        free = not value.keys() & {"command", "plan", "name", "verdict", "median", "median_ms", "step_ms"}
+        free = not value.keys() & {"command", "plan", "name", "verdict", "median", "median_ms", "step_ms", "procs"}
         return {(f"{text}{key}" if free else key): item if key in keep else strings(item, text, keep) for key, item in value.items()}
     return value
 

@@ -32,7 +32,7 @@ def shown(renderable: RenderableType, width: int = 100) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "first", "last"),
     [
-        ("session", "1.34 times as fast, equivalent results", "  flatout run python main.py --lr 0.1"),
+        ("session", "1.34 times as fast, equivalent results", "  flatout run --procs 2 python main.py --lr 0.1"),
         ("failed", "The tuning failed", "  flatout tune python -m pkg.train --data '/no/such folder'"),
         ("empty", "Still tuning: nothing to report yet", "guard  not checked: nothing was chosen yet"),
     ],
@@ -59,6 +59,7 @@ def test_our_own_words_are_ascii(recorded):
 
 def test_a_command_is_shown_as_it_must_be_typed(recorded):
     session = recorded("session")
+    session.ranks = None
     session.command = ["python", "train.py", "--name", "two  blanks – and [red]a dash[/red]"]
     assert shown(session_tables(session))[-1] == "  flatout run python train.py --name 'two  blanks – and [red]a dash[/red]'"
 

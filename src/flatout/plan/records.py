@@ -289,11 +289,6 @@ class RanksRecord(Record):
     paces: list[RankPace] = field(default_factory=list)
     why_not: str = ""  # nothing could be compared or heard
 
-    @property
-    def efficiency(self) -> float | None:
-        """Of ``procs`` times the speed of one process."""
-        return self.ratio.median / self.procs if self.ratio is not None else None
-
 
 @dataclass
 class NamedRecord(Record):

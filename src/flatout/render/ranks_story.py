@@ -11,7 +11,7 @@ from flatout.plan.records import RankPace, RanksRecord, SessionRecord
 from flatout.render.pictures import bar
 from flatout.render.story import Part
 from flatout.render.svg import picture
-from flatout.render.wording import count, drawable, interval, milliseconds, one_line, sentence, several, size, times
+from flatout.render.wording import count, drawable, figure, interval, milliseconds, one_line, sentence, several, size, times
 
 MOST_RANKS = 32  # shown; the rest is in session.json
 ROW = 62
@@ -24,15 +24,17 @@ def summary(session: SessionRecord) -> str:
     if found is None:
         return ""
     who, ratio = several(found.procs, "rank"), found.ratio
-    if ratio is None or drawable(ratio.median) is None:
+    median = drawable(ratio.median) if ratio is not None else None
+    if ratio is None or median is None:
         return sentence(f"{who}; {one_line(found.why_not)}") if found.why_not else f"{who}."
-    inside = interval(ratio.low, ratio.high)
-    said = f"{who} are {times(ratio.median)[:-1]} times as fast as one process" + (f" ({inside})" if inside else "")
-    efficiency = found.efficiency
-    said += f": {efficiency:.0%} of {found.procs} times its speed".replace("%", " %") if efficiency is not None else ""
-    if ratio.high < 1:
+    inside, procs, high = interval(ratio.low, ratio.high), drawable(found.procs), drawable(ratio.high)
+    said = f"{who} are {times(median)[:-1]} times as fast as one process" + (f" ({inside})" if inside else "")
+    share = median / procs if procs else None
+    if share is not None:
+        said += f": {share:.0%} of {count(procs)} times its speed".replace("%", " %")
+    if high is not None and high < 1:
         return said + ". One process is faster here: leave the ranks away."
-    if efficiency is not None and efficiency > MORE_THAN_ALL:
+    if share is not None and share > MORE_THAN_ALL:
         return said + ". Ranks alone cannot bring that much: one process does not use this machine well, and `flatout tune` without ranks may find out why."
     return said + "."
 
@@ -43,39 +45,45 @@ def remarks(found: RanksRecord) -> list[str]:
     if drawable(found.sent_bytes):
         said.append(f"Each rank hands {size(found.sent_bytes)} of gradients to the exchange in a step.")
     if found.imbalance:
-        said.append(sentence(found.imbalance[0].upper() + one_line(found.imbalance)[1:]))
+        said.append(_as_sentence(found.imbalance))
     elif found.paces:
         said.append("The ranks go evenly: none is waited for more than the others.")
-    if found.ratio is not None and found.why_not:
-        said.append(sentence(one_line(found.why_not)))
+    if (found.ratio is not None or not found.paces) and found.why_not:
+        said.append(_as_sentence(found.why_not))
     return said
+
+
+def _as_sentence(text: str) -> str:
+    words = sentence(one_line(text))
+    return words[:1].upper() + words[1:]
 
 
 def rows(found: RanksRecord) -> list[tuple[str, str, str, str, str]]:
     """A line a rank: its name, the wait for data, what it computes, the exchange that it waits for, its samples."""
     several_hosts = len({pace.host for pace in found.paces}) > 1
     return [(_name(pace, several_hosts), milliseconds(pace.data_ms), milliseconds(pace.compute_ms), milliseconds(pace.exchange_ms),
-             count(round(pace.samples, 1)) if drawable(pace.samples) else "") for pace in found.paces[:MOST_RANKS]]
+             figure(pace.samples) if drawable(pace.samples) else "") for pace in found.paces[:MOST_RANKS]]
 
 
 def _name(pace: RankPace, several_hosts: bool) -> str:
-    return f"rank {pace.rank}" + (f", {one_line(pace.host, 40)}" if several_hosts else "")
+    return one_line(f"rank {pace.rank}", 40) + (f", {one_line(pace.host, 40)}" if several_hosts else "")
 
 
 def rank_bars(found: RanksRecord) -> Markup | None:
     """A step of each rank on one scale: waiting for data, computing, exchanging."""
-    paces = [pace for pace in found.paces[:MOST_RANKS] if drawable(pace.step_ms)]
-    longest = max((total(pace) for pace in paces), default=0.0)
+    paces = [pace for pace in found.paces[:MOST_RANKS] if total(pace) > 0]
+    longest = max(map(total, paces), default=0.0)
     if longest <= 0:
         return None
     several_hosts = len({pace.host for pace in paces}) > 1
     drawn = (bar(_name(pace, several_hosts), parts(pace), total(pace), longest, ROW * at) for at, pace in enumerate(paces))
-    said = "; ".join(f"rank {pace.rank}: " + ", ".join(f"{part.phase} {milliseconds(part.ms)}" for part in parts(pace)) for pace in paces)
+    said = "; ".join(f"{_name(pace, False)}: " + ", ".join(f"{part.phase} {milliseconds(part.ms)}" for part in parts(pace)) for pace in paces)
     return picture(f"A step of each rank. {said}", ROW * len(paces), list(chain.from_iterable(drawn)))
 
 
 def parts(pace: RankPace) -> Sequence[Part]:
-    return [Part(name, max(0.0, ms), ms, None, None) for name, ms in (("data", pace.data_ms), ("compute", pace.compute_ms), ("exchange", pace.exchange_ms))]
+    known = ((name, drawable(ms)) for name, ms in (("data", pace.data_ms), ("compute", pace.compute_ms), ("exchange", pace.exchange_ms)))
+    return [Part(name, max(0.0, ms or 0.0), ms, None, None) for name, ms in known]
 
 
 def total(pace: RankPace) -> float:

@@ -256,15 +256,16 @@ LAST = 0.1  # of the steps that both have, over which the losses at the end are 
 
 def named_sentence(each: NamedRecord) -> str:
     """How fast it is, and where its loss stands beside the plain one after the same steps."""
-    if each.ratio is None:
+    if each.ratio is None or drawable(each.ratio.median) is None:
         return sentence(f"not measured: {one_line(each.why_not)}")
+    said = f"{with_interval(each.ratio.median, each.ratio.low, each.ratio.high, each.ratio.n)} as fast"
     steps = min(len(each.plain_losses), len(each.losses))
-    said = f"{spelled(each.ratio)} as fast"
-    if not steps:
-        return sentence(said)
     last = max(1, round(LAST * steps))
-    plain, other = (sum(losses[steps - last:steps]) / last for losses in (each.plain_losses, each.losses))
-    return f"{said}; after {count(steps)} losses its loss is {figure(other)}, the plain program's {figure(plain)} (means of the last {count(last)})."
+    ends = [[value for value in map(drawable, losses[steps - last:steps]) if value is not None] for losses in (each.losses, each.plain_losses)]
+    if not all(ends):
+        return sentence(said)
+    own, plain = (figure(sum(end) / len(end)) for end in ends)
+    return f"{said}; after {several(steps, 'loss')} its loss is {own}, the plain program's {plain} (mean of the last {count(last)})."
 
 
 def guard_sentence(guard: GuardRecord) -> str:
