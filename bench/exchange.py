@@ -136,7 +136,8 @@ def page(links: dict[str, Any], courses: dict[str, Any] | None, picture: str) ->
         parts.append("*not run*\n")
     else:
         parts.append(f"{courses['procs']} ranks, batches of {courses['batch']}, {courses['steps']} steps, seeds {courses['seeds']}; evaluated every "
-                     f"{courses['evaluate']} steps, which ends a round early where it falls into one.\n")
+                     f"{courses['evaluate']} steps, which ends a round early where it falls into one. "
+                     "DiLoCo's rate and momentum are the paper's, which found them with hundreds of steps a round; on so short a training they overshoot.\n")
         header = ("side", "exchanges", "held-out loss after a quarter", "at the end", "lowest to highest of the seeds")
         parts.append(markdown_table(header, course_rows(courses)) + f"\n\n![Held-out loss]({picture})\n")
     return "\n".join(parts)
@@ -162,6 +163,8 @@ def main() -> None:
     links: dict[str, Any] = {name: known.get("links", {}).get(name) for name in names.values()}
     courses: dict[str, Any] | None = known.get("courses")
     wanted = args.only.split(",") if args.only else [*names, "courses"]
+    if not set(wanted) <= {*names, "courses"}:
+        raise SystemExit(f"--only names some of {', '.join([*names, 'courses'])}, not {args.only!r}")
     calm = args.busy or (made["load_at_start"] or 0.0) < CALM
     if not calm and set(wanted) & set(names):
         print(f"the load average is {made['load_at_start']}: nothing is timed", file=sys.stderr)

@@ -39,21 +39,25 @@ print("done")
 """
 
 
-def test_by_name_alone_and_with_ranks(flatout, script):
-    """Two levers of one process, one of which does nothing here; then ranks that step by themselves, a plan's value for data_parallel among the words."""
-    script(LEARNS)
-    alone = flatout("run", "--with", "gc_pause", "--with", "comm_compression=bf16", "--with", "fused_optimizer", "python", "train.py")
-    assert alone.code == 0
-    assert "applied gc_pause, fused_optimizer=" in alone.err
-    assert "comm_compression=bf16 (it acts through data_parallel, which is not applied)" in alone.err
-    assert "no plan fits" not in alone.err
+def test_it_is_a_choice_of_this_run(flatout):
+    """Beside the plan's, with the person for its origin; the program is told of it, whatever it will do with it."""
+    (flatout.folder / "plan.toml").write_text("schema = 1\n[levers]\ngc_pause = true\nthreads = 2\n")
+    shown = "import json, os; print([(c['name'], c['value'], c['origin']) for c in json.load(open(os.environ['FLATOUT_JOB']))['plan']['choices']])"
+    done = flatout("run", "--plan", "plan.toml", "--with", "comm_compression=bf16", "--with", "threads=1", "python", "-c", shown)
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == ["[('gc_pause', True, 'file'), ('comm_compression', 'bf16', 'user'), ('threads', 1, 'user')]"]
 
+
+def test_by_name_with_ranks(flatout, script):
+    """Ranks that step by themselves, what data_parallel is to do among the words, levers by their names alone; and a rank that loses the others."""
+    script(LEARNS)
     words = ["run", "--procs", "2", "--with", 'data_parallel={reduction = "mean"}', "--with", "comm_compression", "--with", "local_sgd={every = 4}",
-             "python", "train.py"]
+             "--with", "fused_optimizer", "--with", "loader", "python", "train.py"]
     ranks = flatout(*words)
     assert ranks.code == 0, ranks.err
     assert "rehearsing" not in ranks.err
-    assert "local_sgd(every=4), comm_compression=bf16" in ranks.err
+    assert "local_sgd(every=4), comm_compression=bf16, fused_optimizer=" in ranks.err
+    assert "left out" not in ranks.err  # a plan's lever for loaders would be
     assert "the loss that the script reads is that of each rank's own share" in ranks.err
     assert ranks.out.endswith("done\n")
     assert len(re.findall(r"^sum ", ranks.err, re.MULTILINE)) == 1

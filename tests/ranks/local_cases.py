@@ -175,7 +175,7 @@ def meeting(overlap):
     found, warm = {}, []
     program = Program({"every": 4, "outer": "nesterov", "overlap": overlap, "warmup": 3}, length=48)
     program.train(1, after=lambda step: warm.append([program.divided.local.apart, alike(program.now())]))
-    weights = {name: tensor.clone() for name, tensor in program.model.state_dict().items()}
+    weights = {name: tensor.detach() for name, tensor in made()[0].named_parameters()}
 
     def evaluate():
         with torch.inference_mode() if overlap else torch.no_grad():
@@ -196,6 +196,9 @@ def meeting(overlap):
         apart = not alike(program.now())
         meet()
         found[name] = [apart, alike(program.now())]
+    program.optimizers[0].param_groups[0]["lr"] = 0.0  # what was put back is no progress, which the next meeting would carry further
+    program.train(1)
+    evaluate()
     found |= {"warm": warm, "put back": program.now() == vector(weights.values()).tolist()}
     program.leave()
     return found
