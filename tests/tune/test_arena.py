@@ -21,15 +21,16 @@ pytestmark = pytest.mark.timeout(120)
 PROGRAM = """
 import os, random, sys, torch
 model = torch.nn.Linear(64, 64)
-optimizer = torch.optim.SGD(model.parameters(), 0.01)
 random.seed(0)
 work = os.open(f"{sys.argv[1]}.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 for step in range(%d):
     length = random.randint(1, 40)
     loss = sum(model(torch.ones(8, 64)).square().mean() for _ in range(length))
-    optimizer.zero_grad()
+    model.zero_grad()
     loss.backward()
-    optimizer.step()
+    with torch.no_grad():
+        for p in model.parameters():  # by hand: an optimizer of torch's own takes two seconds to import
+            p -= 0.01 * p.grad
     os.write(work, b"%%d " %% length)
 """
 
