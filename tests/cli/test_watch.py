@@ -18,14 +18,13 @@ from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(0)
 loader = DataLoader(TensorDataset(torch.randn(4096, 8)), batch_size=16)
 model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for epoch in range(EPOCHS):
     for (x,) in loader:
-        model.zero_grad()
+        optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
-        with torch.no_grad():
-            for p in model.parameters():  # by hand: an optimizer of torch's own takes two seconds to import
-                p -= 0.01 * p.grad
+        optimizer.step()
     print(epoch, loss.item().hex())
 '''
 
