@@ -9,6 +9,7 @@ import pytest
 from flatout.capture.holders import Holders
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("thawed")
 KEPT: list = []
 
 

@@ -135,10 +135,10 @@ def test_plan_and_report_show_the_session(tuned):
     assert (job / "report.html").exists()
 
 
-def test_interrupted_and_gone_on(flatout, script, tiny):
+def test_interrupted_and_gone_on(flatout, script, by_hand):
     """Ctrl-C keeps every finished contest; the same command goes on from there instead of measuring them again."""
-    script(WITH_ANOMALY + tiny)
-    words = ("tune", "--levers", "debug_off,gc_pause,fused_optimizer", "--no-write")
+    script(WITH_ANOMALY + by_hand)
+    words = ("tune", "--levers", "debug_off,gc_pause", "--no-write")
 
     def session():
         paths = list((flatout.folder / ".flatout").glob("*/session.json"))

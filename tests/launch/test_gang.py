@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import alive, state, until
 
 from flatout.launch.failure import ENDED, FAILING, LEAVING, LOST_ANOTHER, Sign, first_of, shown
 from flatout.launch.identity import OF_RANKS, cuda_devices, one_each, rank_environment
@@ -126,25 +127,6 @@ def begin(flatout, launches):
         process.kill()
         flatout.close()  # whatever is left holds what it prints open
         process.communicate()
-
-
-def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not (answer := condition()):
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.02)
-    return answer
-
-
-def alive(number):
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def state(number):
-    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def noted(folder, name):

@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from processes import alive, state, until
 
 from flatout.launch.process import HEAD_BYTES, TAIL_BYTES, Program
 from flatout.plan.errors import ProgramNotFound
@@ -27,25 +27,6 @@ def start(tmp_path):
     yield begin
     for program in begun:
         program.end(0.0)
-
-
-def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not (answer := condition()):
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.02)
-    return answer
-
-
-def alive(number):
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def state(number):
-    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.parametrize("code", [0, 3, 255])

@@ -139,7 +139,7 @@ def test_one_of_two_optimizers_has_a_fused_form(program):
     assert live.optimizer.param_groups[0]["fused"] is None
 
 
-def test_own_garbage_collection(program):
+def test_own_garbage_collection(program, thawed):
     live = program()
     thresholds = gc.get_threshold()
     try:

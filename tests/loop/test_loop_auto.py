@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 
 import pytest
@@ -19,16 +18,6 @@ from flatout.plan.errors import LoopError  # noqa: E402
 from flatout.plan.lever import Options  # noqa: E402
 from flatout.plan.plan import Choice  # noqa: E402
 from flatout.plan.words import Effect  # noqa: E402
-
-
-@pytest.fixture(autouse=True, scope="module")
-def a_small_heap():
-    """A lever that pauses the collector walks the heap when it is switched; what pytest and torch have made need not be walked."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
 
 FASTER = {"a": 0.5, "b": 1.0, "c": 2.0, "d": 0.8}
 

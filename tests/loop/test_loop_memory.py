@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import weakref
@@ -19,15 +18,6 @@ from flatout.plan.errors import LoopError  # noqa: E402
 
 SAMPLES, STEPS, AT = 8, 5, 2
 FAILS = 90  # a step of a longer run
-
-
-@pytest.fixture(autouse=True, scope="module")
-def a_small_heap():
-    """Each failure collects garbage; what pytest and torch have made need not be walked hundreds of times."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Injector(TorchDispatchMode):

@@ -84,9 +84,9 @@ def test_the_record_is_whole(observed):
 
 def test_the_same_seed_repeats_and_another_differs(measure, script):
     """A script that sets no seed of its own, with draws from all three generators."""
-    script("import random, numpy, torch\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
-           "while True:\n    x = torch.randn(8, 4) * random.random() + numpy.random.rand()\n    optimizer.zero_grad()\n"
-           "    model(x).square().mean().backward()\n    optimizer.step()\n")
+    script("import random, numpy, torch\nmodel = torch.nn.Linear(4, 1)\n"
+           "while True:\n    x = torch.randn(8, 4) * random.random() + numpy.random.rand()\n    model.zero_grad()\n"
+           "    model(x).square().mean().backward()\n    with torch.no_grad():\n        for p in model.parameters():\n            p -= 0.01 * p.grad\n")
     first, again, other = (measure("python", "train.py", options=["--seed", seed])[1] for seed in ("3", "3", "4"))
     count = min(len(first["losses"]), len(again["losses"]))
     assert first["losses"][:count] == again["losses"][:count]
@@ -94,8 +94,8 @@ def test_the_same_seed_repeats_and_another_differs(measure, script):
     assert first["batch_hashes"][0] != other["batch_hashes"][0]
 
 
-def test_under_a_plan(measure, script, tiny, tmp_path):
-    script(tiny)
+def test_under_a_plan(measure, script, by_hand, tmp_path):
+    script(by_hand)
     (tmp_path / "plan.toml").write_text("[levers]\ngc_pause = true\nno_such_lever = true\ntf32 = true\nloader = 5\n")
     done, record = measure("python", "train.py", options=["--plan", str(tmp_path / "plan.toml")])
     assert done.code == 0
@@ -107,10 +107,9 @@ def test_under_a_plan(measure, script, tiny, tmp_path):
     assert "workers = 2" in skipped["loader"]
 
 
-def test_a_process_lever_is_in_the_programs_environment(measure, script, tiny, tmp_path):
-    script(tiny + "", name="train.py")
+def test_a_process_lever_is_in_the_programs_environment(measure, script, by_hand, tmp_path):
     (tmp_path / "plan.toml").write_text('[levers]\nmalloc = "glibc"\n')
-    script("import os\nprint('threshold', os.environ.get('MALLOC_MMAP_THRESHOLD_'), flush=True)\n" + tiny)
+    script("import os\nprint('threshold', os.environ.get('MALLOC_MMAP_THRESHOLD_'), flush=True)\n" + by_hand)
     done, record = measure("python", "train.py", options=["--plan", str(tmp_path / "plan.toml")])
     assert "threshold 4294967295" in done.out
     assert [entry["name"] for entry in record["applied"]] == ["malloc"]
@@ -203,8 +202,8 @@ def test_a_failure_before_torch_keeps_its_exit_code(measure, script):
     assert "no config" in done.err
 
 
-def test_interrupting_the_trial(flatout, script, tiny):
-    script(tiny)
+def test_interrupting_the_trial(flatout, script, by_hand):
+    script(by_hand)
     process = flatout.start("trial", "--steps", "100000000", "python", "train.py")
     assert process.stdout is not None
     while "loss 9 " not in process.stdout.readline():
@@ -227,12 +226,13 @@ import multiprocessing, os
 import torch
 def train():
     model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     print("child", flush=True)
     while True:
-        optimizer.zero_grad()
+        model.zero_grad()
         model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
 if __name__ == "__main__":
     child = multiprocessing.get_context("{kind}").Process(target=train)
     child.start()
@@ -337,8 +337,8 @@ def test_folders_and_checkpoints_of_a_killed_program_are_gone(measure, flatout, 
     assert [path.name for path in flatout.folder.iterdir()] == ["train.py"]
 
 
-def test_without_out_a_line_says_where_the_record_is(flatout, script, tiny, tmp_path):
-    script(tiny)
+def test_without_out_a_line_says_where_the_record_is(flatout, script, by_hand, tmp_path):
+    script(by_hand)
     (tmp_path / "tmp").mkdir()
     done = flatout("trial", "--steps", "2", "python", "train.py", env={"TMPDIR": str(tmp_path / "tmp")})
     path = re.search(r"record in (\S+)", done.said[-1])
@@ -373,8 +373,8 @@ def test_a_mistake_of_flatout_is_not_blamed_on_the_program(flatout, measure, scr
     assert record["status"] == "broken"
 
 
-def test_a_timeout_keeps_the_steps_there_were(measure, script, tiny):
-    script(tiny.replace("optimizer.step()", "optimizer.step(); __import__('time').sleep(0.05)"), "slow.py")
+def test_a_timeout_keeps_the_steps_there_were(measure, script, by_hand):
+    script(by_hand.replace("loss.backward()", "loss.backward(); __import__('time').sleep(0.05)"), "slow.py")
     done, record = measure("python", "slow.py", steps=100000, options=("--timeout", "12s"), env={"STEPS": "1000000"})
     assert done.code == 0, done.err
     assert record["status"] == "finished"
@@ -383,7 +383,7 @@ def test_a_timeout_keeps_the_steps_there_were(measure, script, tiny):
     assert f"--timeout left time for {record['steps']} of 100000 steps" in done.err
 
 
-def test_a_shaken_program_starts_like_the_plain_one_and_leaves_it_after_the_first_step(flatout, script, tiny, tmp_path, monkeypatch):
+def test_a_shaken_program_starts_like_the_plain_one_and_leaves_it_after_the_first_step(flatout, script, by_hand, tmp_path, monkeypatch):
     from flatout.launch.command import understand
     from flatout.measure.clock import seconds
     from flatout.plan.folder import TrialFolder
@@ -392,7 +392,7 @@ def test_a_shaken_program_starts_like_the_plain_one_and_leaves_it_after_the_firs
     from flatout.trial.parent import Trial
     from flatout.trial.parent import measure as run
 
-    script(tiny)
+    script(by_hand)
     monkeypatch.chdir(flatout.folder)
     losses = []
     for at, shake in enumerate((0.0, 2.0**-21, 2.0**-21)):

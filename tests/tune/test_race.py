@@ -111,10 +111,10 @@ class OutOfTime(Watcher):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("late", [False, True])
-def test_an_old_plain_program_is_not_raced_against_young_ones(tuning, tiny, late):
+def test_an_old_plain_program_is_not_raced_against_young_ones(tuning, by_hand, late):
     """A young plain program takes its place; where there is no time to start one, the second plain program of the race does."""
     pytest.importorskip("torch")
-    (tuning.job.path.parent / "train.py").write_text(tiny)
+    (tuning.job.path.parent / "train.py").write_text(by_hand)
     tuning.candidates = {"malloc": Candidate(LEVER["malloc"], ("glibc",), Effect.EXACT)}
     watcher = OutOfTime() if late else Watcher()
     tuning.watcher = watcher

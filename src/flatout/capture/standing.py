@@ -9,10 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 from collections.abc import MutableMapping
 
-from flatout.plan.standing import MEETING, NAMES, Standing
+from flatout.plan.standing import Standing
 
 # What an elastic agent sets in each worker (torch/distributed/elastic/agent/server/local_elastic_agent.py, torch 2.11-2.14), and what only its library
 # reads. TORCH_NCCL_ASYNC_ERROR_HANDLING stays: it is torch's own default, and a group of ours wants it, too.
@@ -39,7 +38,7 @@ def from_torchrun(environment: MutableMapping[str, str], one_device: bool = Fals
         environment["CUDA_VISIBLE_DEVICES"] = own_device(environment.get("CUDA_VISIBLE_DEVICES"), told.local_rank)
     for name in [name for name in environment if name in OF_THE_AGENT or name.startswith(PREFIX)]:
         del environment[name]
-    environment.update({name: str(getattr(told, field)) for field, name in NAMES.items()} | {MEETING: told.meeting})
+    environment.update(told.environment())
     return told
 
 
@@ -64,7 +63,9 @@ def enter(environment: MutableMapping[str, str]) -> Standing | None:
         return None
     agent = environment.get("FLATOUT_LAUNCHER")
     if agent == str(os.getppid()):
-        _end_with(int(agent))
+        die_with_parent()
+        if os.getppid() != int(agent):  # it was already over
+            os._exit(128 + signal.SIGKILL)
     folder = environment.get("FLATOUT_GANG")
     if told.rank and folder:
         log = os.open(os.path.join(folder, f"rank{told.rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -74,9 +75,10 @@ def enter(environment: MutableMapping[str, str]) -> Standing | None:
     return told
 
 
-def _end_with(parent: int) -> None:
-    """This process is ended when its parent is: SIGKILL of torchrun leaves every worker running (measured with torch 2.14)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it was already over
-            os._exit(128 + signal.SIGKILL)
+def die_with_parent() -> None:
+    """This process is ended when its parent is. SIGKILL of torchrun leaves every worker running (measured with torch 2.14), and ranks and loader workers
+    of a trial that is killed while it is stopped would stay for ever (prctl(2), PR_SET_PDEATHSIG)."""
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    except (OSError, AttributeError):  # not Linux
+        pass

@@ -7,7 +7,6 @@ program are the same to it.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import signal
@@ -21,6 +20,7 @@ import psutil
 from flatout.launch.command import Command
 from flatout.launch.identity import FAMILIES, OF_RANKS
 from flatout.launch.nodes import Endpoint, Nodes, endpoint, node_range
+from flatout.launch.process import die_with_flatout
 
 AGENT = "flatout.cli.agent"
 BACKEND = "flatout"
@@ -137,5 +137,4 @@ def _signal(process: psutil.Process, number: int) -> None:
 
 def end_with_parent() -> None:
     """SIGTERM for this process when the one that has started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    die_with_flatout(signal.SIGTERM)

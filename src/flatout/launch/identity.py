@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from flatout.launch.asking import Asked
 from flatout.plan.errors import UsageError
+from flatout.plan.standing import Standing
 
 # Where a program that divides itself looks for other ranks: torchrun's variables, those of Slurm's steps and of MPI's launchers (Lightning, Accelerate,
 # DeepSpeed and Transformers read them all).
@@ -28,8 +29,7 @@ def rank_environment(environment: Mapping[str, str], *, rank: int, local_rank: i
     ``device`` is the one CUDA device that this rank sees. ``cores`` are divided between the local ranks, where the person has set no number of threads.
     """
     own = {name: value for name, value in environment.items() if name not in OF_RANKS and not name.startswith(FAMILIES)}
-    own |= {"FLATOUT_RANK": str(rank), "FLATOUT_LOCAL_RANK": str(local_rank), "FLATOUT_WORLD_SIZE": str(world), "FLATOUT_LOCAL_WORLD_SIZE": str(local_world),
-            "FLATOUT_MEETING": meeting}
+    own |= Standing(rank, local_rank, world, local_world, meeting).environment()
     if gang:
         own["FLATOUT_GANG"] = gang
     if device is not None:

@@ -149,8 +149,8 @@ class Program:
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
-def die_with_flatout() -> None:
-    """Called in a child before its program begins: it is ended when flatout is."""
+def die_with_flatout(number: int = signal.SIGKILL) -> None:
+    """Called in a child before its program begins: it gets this signal when flatout ends."""
     # A trial that is held (SIGSTOP) when flatout is killed would otherwise stay for ever. PR_SET_PDEATHSIG is 1.
     if _libc is not None:
-        _libc.prctl(1, signal.SIGKILL)
+        _libc.prctl(1, number)

@@ -22,6 +22,7 @@ from flatout.launch.nodes import Endpoint
 from flatout.launch.process import die_with_flatout
 from flatout.launch.rendezvous import claimed, served
 from flatout.plan.errors import FlatoutError, NodesApart, ProgramFailed, ProgramNotFound, UsageError
+from flatout.plan.standing import Standing
 
 PLACE_S = 60.0  # for the cluster to have room; a full one is said to be full
 GRACE_S = 5.0
@@ -191,8 +192,7 @@ class _Ranks:
 
     def _standing(self, rank: int, meeting: str) -> dict[str, str]:
         here = [other for other, place in enumerate(self._places) if place == self._places[rank]]
-        return {"FLATOUT_RANK": str(rank), "FLATOUT_LOCAL_RANK": str(here.index(rank)), "FLATOUT_WORLD_SIZE": str(len(self._places)),
-                "FLATOUT_LOCAL_WORLD_SIZE": str(len(here)), "FLATOUT_MEETING": meeting}
+        return Standing(rank, here.index(rank), len(self._places), len(here), meeting).environment()
 
     def _code(self, each: Any, rank: int, waiting: Mapping[Any, int]) -> int:
         try:

@@ -51,7 +51,7 @@ class TrialFailed(FlatoutError):
 
 
 class CannotDivide(FlatoutError):
-    """A program was to run as several ranks and would not learn the same."""
+    """A program was to run as several ranks and would not learn the same. Raised inside it, the words are why, a sentence without its stop."""
 
     exit_code = 6
 

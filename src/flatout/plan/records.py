@@ -151,6 +151,12 @@ class TrialRecord(Record):
     versions: dict[str, str] = field(default_factory=dict)
     log_tail: str = ""
 
+    @property
+    def last_line(self) -> str:
+        """Of why it ended, or of what it said last; without its stop."""
+        lines = (self.reason or self.log_tail).strip().splitlines()
+        return lines[-1].strip().rstrip(".")[:300] if lines else self.status
+
 
 @dataclass
 class LeverRecord(Record):

@@ -25,6 +25,10 @@ class Standing:
     local_world_size: int
     meeting: str
 
+    def environment(self) -> dict[str, str]:
+        """What tells a process that it stands here."""
+        return {name: str(getattr(self, field)) for field, name in NAMES.items()} | {MEETING: self.meeting}
+
 
 def standing(environment: Mapping[str, str] | None = None) -> Standing | None:
     """Where this process stands, or None where it is the only one."""

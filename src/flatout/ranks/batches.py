@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from flatout.plan.errors import CannotDivide
 from flatout.plan.standing import Standing
 from flatout.ranks.division import CUT, INDEX, OWN, Division
 from flatout.ranks.draws import drawn_for_the_whole
-from flatout.ranks.shares import CannotDivide, DividedBatches, DividedIterator, Share, share
+from flatout.ranks.shares import DividedBatches, DividedIterator, Share, share
 from flatout.ranks.streams import HostStreams, Streams, offset
 
 

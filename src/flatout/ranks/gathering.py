@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.ranks.shares import CannotDivide, Rows, Share, share
+from flatout.plan.errors import CannotDivide
+from flatout.ranks.shares import Rows, Share, share
 
 
 def put_together(torch: Any, output: Any, part: Share, world: int) -> Any:

@@ -12,10 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class CannotDivide(Exception):
-    """Why this program cannot be divided over ranks: a sentence without its stop."""
-
-
 @dataclass(frozen=True)
 class Share:
     """Samples ``start`` to ``stop`` of a batch of ``samples``. ``weight`` is its part of a mean over the batch; the weights of all ranks add up to 1."""
@@ -51,6 +47,7 @@ class Rows:
     @classmethod
     def of(cls, shape: Sequence[int], share: Share) -> Rows | None:
         """The first dimension where it has as many, else the only one that has; else the first, where samples were flattened into it (heads, tokens)."""
+        # The rule of capture/batches.batch_dimension, and one case more; ranks stands beside capture and may not import it.
         found = [dim for dim, size in enumerate(shape) if size == share.size]
         if found and (found[0] == 0 or len(found) == 1):
             return cls(found[0], 1, share)

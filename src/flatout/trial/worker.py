@@ -31,6 +31,7 @@ from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
 from flatout.capture.scene import Scene
 from flatout.capture.shelter import Shelter
+from flatout.capture.standing import die_with_parent
 from flatout.engine.applier import EARLY, LATE, Applier, Outcome
 from flatout.engine.draws import Draws
 from flatout.engine.replay import shake
@@ -519,13 +520,3 @@ class Worker(Listener):
         elif self.channel is not None:
             self.owner = os.getpid()
         die_with_parent()
-
-
-def die_with_parent() -> None:
-    """Ranks and loader workers must not outlive a trial that is killed while it is stopped (prctl(2), PR_SET_PDEATHSIG)."""
-    try:
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, 9)
-    except (OSError, AttributeError):
-        pass

@@ -102,7 +102,7 @@ class Forecast:
             self._leave()
             if not self.ready:
                 raise _never_trained(gone.record) from None
-            return {"why_not": _last_line(gone.record)}
+            return {"why_not": gone.record.last_line}
 
     def _enter(self) -> Trial:
         self.trial = trial = Trial(self.command, self.job.new_trial(), Plan(), self.facts, seed=self.question.seed, entry=ENTRY,
@@ -189,7 +189,7 @@ class Forecast:
                     return
                 heard = trial.listen("peak", deadline_s, ticks=MEASURED_TICKS)
         except ProgramGone as gone:
-            point.measured_why_not = _last_line(gone.record)
+            point.measured_why_not = gone.record.last_line
             return
         if heard.get("peak_bytes"):
             point.measured_bytes = int(heard["peak_bytes"])
@@ -235,9 +235,4 @@ def _never_trained(record: TrialRecord) -> Exception:
     if record.status == "ended":
         return NothingMeasured("the memory of a step cannot be foretold: the program ended before its first training step (a forward pass with gradients of a "
                                "module, or a batch of a DataLoader). Is this the command that trains?")
-    return NothingMeasured(f"the memory of a step cannot be foretold: {_last_line(record)}.")
-
-
-def _last_line(record: TrialRecord) -> str:
-    lines = record.reason.strip().splitlines()
-    return lines[-1].strip().rstrip(".")[:300] if lines else record.status
+    return NothingMeasured(f"the memory of a step cannot be foretold: {record.last_line}.")

@@ -202,7 +202,7 @@ class Rehearsal:
         return self._refused(why)
 
     def _why_failed(self, record: TrialRecord, witness: dict[str, Any]) -> str:
-        said = last_line(record)
+        said = record.last_line
         _, ours, sentence = said.rpartition("CannotDivide: ")
         if witness["fed"]:
             return sentence if ours else f"divided in {self.procs} it fails: {said}"
@@ -237,9 +237,4 @@ def _numbers(losses: Sequence[str]) -> list[float]:
 
 def _failed(record: TrialRecord) -> Exception:
     said = record.log_tail.strip() or record.reason
-    return ProgramFailed(f"the program does not train as one process ({last_line(record)}):\n\n{said}", record.exit_code or 1)
-
-
-def last_line(record: TrialRecord) -> str:
-    lines = (record.reason or record.log_tail).strip().splitlines()
-    return lines[-1].strip().rstrip(".")[:300] if lines else record.status
+    return ProgramFailed(f"the program does not train as one process ({record.last_line}):\n\n{said}", record.exit_code or 1)
