@@ -29,6 +29,7 @@ from flatout.plan.profile import ProfileRecord
 from flatout.plan.records import RanksRecord, SessionRecord
 from flatout.plan.words import Effect
 from flatout.probe.machine import look, oom_kills
+from flatout.tune.elsewhere import on_ray
 from flatout.tune.ranks import base_plan
 from flatout.tune.search import search
 from flatout.tune.session import job_folder, open_session, save_session, verdict, write_plan
@@ -47,11 +48,12 @@ SHORTEST_S = 5.0
 @click.option("--memory-limit", "limit", default=None, type=Amount(), help="What the tensors of a step may take, 8GB or 800MiB: the fastest plan that fits.")
 @click.option("--no-write", is_flag=True, help="Do not write flatout.toml beside the script.")
 @click.option("--job", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records instead of .flatout/<job>.")
+@click.option("--ray", default=None, metavar="ADDRESS", help="Measure on the nodes of a Ray cluster that is there, at once: HOST:PORT, or auto.")
 @click.option("--again", is_flag=True, help="Start anew, even where an interrupted session could go on.")
 @ranks.options
 @program
 def command(budget: float, effects: str, only: str | None, named: tuple[Choice, ...], horizon: float, limit: int | None, no_write: bool, job: Path | None,
-            again: bool, words: tuple[str, ...], **given: Any) -> int:
+            ray: str | None, again: bool, words: tuple[str, ...], **given: Any) -> int:
     """Find the fastest plan for a program that keeps its results.
 
     The program is started several times, measured step by step with everything in it (loader included), and stopped. Its
@@ -61,7 +63,7 @@ def command(budget: float, effects: str, only: str | None, named: tuple[Choice, 
     goal = Goal(budget, _effects(effects), _levers(only), horizon, memory_limit_bytes=limit, named=named)
     if budget < SHORTEST_S:
         raise UsageError(f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 5m.")
-    session, folder = tune(words_or_usage(words, "tune"), goal, beside=not no_write, job=job, again=again, asked=ranks.ranks_asked(given))
+    session, folder = tune(words_or_usage(words, "tune"), goal, beside=not no_write, job=job, again=again, asked=ranks.ranks_asked(given), ray=ray)
     console = Console()
     from flatout.render.terminal import session_tables
 
@@ -71,12 +73,15 @@ def command(budget: float, effects: str, only: str | None, named: tuple[Choice, 
 
 
 def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = None, again: bool = False,
-         asked: ranks.RanksAsked | None = None) -> tuple[SessionRecord, JobFolder]:
-    """One tuning session from a command line; also what `flatout run --budget` does first. ``asked``: as so many ranks."""
+         asked: ranks.RanksAsked | None = None, ray: str | None = None) -> tuple[SessionRecord, JobFolder]:
+    """One tuning session from a command line; also what `flatout run --budget` does first. ``asked``: as so many ranks; ``ray``: on the nodes of that cluster."""
+    if ray is not None and asked is not None and asked.several:
+        raise UsageError("--ray measures one process on each of several machines, --procs and --gpus several ranks on this one. Give one of them.")
     cmd = understand(words)
     facts = look()
     made_for = asked.title if asked is not None else ""
     folder = writable(job_folder(cmd, job, made_for), job is not None)
+    elsewhere = on_ray(ray, cmd, facts) if ray is not None else None
     session = open_session(folder, cmd, facts, goal.budget_s, sorted(goal.effects), again, goal.memory_limit_bytes, made_for)
     profile = load_profile(folder)
     if profile is not None:
@@ -92,7 +97,7 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     try:
         with LiveProgress(console, goal.budget_s - session.spent_s) as progress:
             search(Tuning(**{"command": cmd, "facts": facts, **how}, job=folder, session=session, goal=goal, watcher=progress,
-                          save_session=lambda s: save_session(folder, s)))
+                          save_session=lambda s: save_session(folder, s), elsewhere=elsewhere))
     except FlatoutError as error:
         session.status, session.message = "failed", str(error)
         _finish(folder, session)
@@ -106,6 +111,12 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
         kept = f"{len(session.contests)} contests are kept in {folder.session}"
         console.print(f"flatout: interrupted. {kept}; the same command goes on from there.", markup=False, soft_wrap=True)
         raise
+    finally:
+        if elsewhere is not None:
+            session.machine["nodes"] = {"measured": elsewhere.hosts, "left_out": elsewhere.left_out}
+            for sentence in elsewhere.left_out:
+                console.print(f"flatout: a node was left out: {sentence}", markup=False, soft_wrap=True)
+            elsewhere.close()
     session.status, session.message = "done", verdict(session)
     if profile is not None:
         session.predictions = predictions(profile.findings, session.levers)

@@ -53,7 +53,7 @@ class Runner:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._home = Path(tempfile.mkdtemp(prefix="flatout-ray-"))
+        self.home = Path(tempfile.mkdtemp(prefix="flatout-ray-"))
         self._store: Any = None
 
     def where(self) -> tuple[str, str]:
@@ -82,10 +82,10 @@ class Runner:
         if interface:
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         if what.job is not None:
-            (self._home / "job.json").write_text(what.job, encoding="utf-8")
-            environment["FLATOUT_JOB"] = str(self._home / "job.json")
+            (self.home / "job.json").write_text(what.job, encoding="utf-8")
+            environment["FLATOUT_JOB"] = str(self.home / "job.json")
         try:
-            with (self._home / "output").open("wb") as out:
+            with (self.home / "output").open("wb") as out:
                 self._process = subprocess.Popen(list(what.argv), cwd=what.folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                                                  start_new_session=True, preexec_fn=die_with_flatout)
         except OSError as error:
@@ -98,7 +98,7 @@ class Runner:
 
     def output(self, at: int) -> bytes:
         """What was printed from this place on."""
-        with (self._home / "output").open("rb") as out:
+        with (self.home / "output").open("rb") as out:
             out.seek(at)
             return out.read()
 

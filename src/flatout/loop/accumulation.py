@@ -8,6 +8,7 @@ from typing import Any
 from flatout.loop.precision import Precision
 from flatout.loop.reduction import Answer
 from flatout.loop.rejoin import Rejoin
+from flatout.loop.tensor_parallel import TensorParallel
 
 HOW = ("mean", "sum", "max", "min", "last")  # values of micro-batches become one
 
@@ -21,8 +22,9 @@ class Accumulation:
     before it, and a rank whose last micro-batch counts nothing must bring its gradients all the same.
     """
 
-    def __init__(self, torch: Any, precision: Precision, summed: bool, samples: int, rejoin: Rejoin | None = None) -> None:
-        self.torch, self.precision, self.summed, self.samples, self.rejoin = torch, precision, summed, samples, rejoin
+    def __init__(self, torch: Any, precision: Precision, summed: bool, samples: int, rejoin: Rejoin | None = None,
+                 divided: TensorParallel | None = None) -> None:
+        self.torch, self.precision, self.summed, self.samples, self.rejoin, self.divided = torch, precision, summed, samples, rejoin, divided
         self._estimate: Any = None
         self._losses: list[Any] = []
         self._weights: list[Any] = []
@@ -58,7 +60,7 @@ class Accumulation:
 
     def _correct(self, parameters: list[Any], total: Any) -> None:
         """Gradients that were made for the estimate become those for ``total``, which takes its place."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [p.grad if self.divided is None else self.divided.local(p.grad) for p in parameters if p.grad is not None]
         if gradients:
             with self.torch.no_grad():
                 self.torch._foreach_mul_(gradients, (self._estimate / total).to(gradients[0].dtype))

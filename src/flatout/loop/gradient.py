@@ -65,9 +65,14 @@ class Gradient:
             # Outside of the except block: the exception is gone, and with it the frames that hold the step's tensors.
             if failed is not None:
                 release(training.torch, training.device)
+                if training.divided is not None:
+                    raise LoopError(f"out of memory ({failed.said}), and ranks that share layers cannot do a step again. Take smaller micro-batches: "
+                                    f"micro_batch={max(1, failed.size // 2)}.")
             if ranks is not None:
                 failed = ranks.agree(failed)
             if failed is None:
+                if training.divided is not None:
+                    training.divided.alike(index, made[0])
                 break
             optimizer.zero_grad(set_to_none=True)
             if masters is not None:
@@ -87,7 +92,8 @@ class Gradient:
         self._recognise(window)
         training, sizes = self.training, self.micro_batches.sizes
         parts = [pair for batch, whole in window for pair in zip(split(batch, sizes(whole)), sizes(whole), strict=True)]
-        sums = Accumulation(training.torch, training.precision, self.reduction == SUM, samples, training.ranks.rejoin if training.ranks is not None else None)
+        sums = Accumulation(training.torch, training.precision, self.reduction == SUM, samples, training.ranks.rejoin if training.ranks is not None else None,
+                            training.divided)
         for at, (part, size) in enumerate(parts):
             with self._no_sync() if at < len(parts) - 1 else nullcontext():
                 answer = understood(self._loss_of(self._on_device(part), training.model))

@@ -31,6 +31,7 @@ from flatout.loop.ranks import ranks_of
 from flatout.loop.reduction import MEAN, SUM
 from flatout.loop.sizing import Sized, Sizer
 from flatout.loop.step import Rate, Step
+from flatout.loop.tensor_parallel import TensorParallel, refused
 from flatout.loop.training import Training
 from flatout.loop.tuning import Tuned
 from flatout.loop.update import Update
@@ -70,6 +71,8 @@ class Loop:
     metrics          how the further scalars of micro-batches are joined: name -> "mean" (by samples, the default), "sum", "max", "min" or "last"
     on_nan           "stop": a loss that is NaN or infinite ends the loop, with the module that made it; "ignore" trains on. With fp16 a step that is
                      skipped is no reason to stop
+    parallel         module name -> style of torch.distributed.tensor.parallel (ColwiseParallel(), ...): those layers are divided over the ranks, all of which
+                     are given the same batches. The optimizer has the divided parameters from then on
     allow_inexact    divide batches also where the gradient is then another one (batch normalisation, losses between samples)
 
     Raises LoopError, in words, for what cannot be trained as asked; what the user's own code raises passes through.
@@ -78,13 +81,20 @@ class Loop:
     def __init__(self, model: Any, optimizer: Any, loss_fn: Callable[[Any, Any], Any], loader: Iterable[Any], *, plan: Plan | str | Path | None = None,
                  effects: str | None = None, epochs: int = 1, steps: int | None = None, effective_batch: int | None = None,
                  micro_batch: int | Literal["auto"] | None = None, reduction: str | None = None, scheduler: Any = None, clip: float | None = None,
-                 precision: str = "float32", metrics: Mapping[str, str] | None = None, on_nan: str = "stop", allow_inexact: bool = False) -> None:
+                 precision: str = "float32", metrics: Mapping[str, str] | None = None, on_nan: str = "stop", parallel: Mapping[str, Any] | None = None,
+                 allow_inexact: bool = False) -> None:
         import torch
 
         self.torch = torch
         self.model, self.optimizer, self.loss_fn, self.loader, self.scheduler = model, optimizer, loss_fn, loader, scheduler
         self.parameters = _parameters(optimizer)
         self.device = self.parameters[0].device
+        divided = None
+        if parallel is not None:
+            refused(plan=(plan, (None,)), micro_batch=(micro_batch if micro_batch == "auto" else None, (None,)), precision=(precision, ("float32", "tf32")),
+                    model=(type(model).__name__, {type(model).__name__} - {"DistributedDataParallel", "DataParallel"}))
+            divided = TensorParallel(torch, model, optimizer, parallel, self.device)
+            self.parameters = _parameters(optimizer)
         self.epochs, self.steps, self.effective_batch = _positive("epochs", epochs), _positive("steps", steps), _positive("effective_batch", effective_batch)
         self.clip, self.metrics = clip, dict(metrics or {})
         if clip is not None and not clip > 0:
@@ -95,11 +105,11 @@ class Loop:
             raise LoopError(f"metrics={strange!r}: values of micro-batches are joined by one of {', '.join(HOW)}.")
         if on_nan not in ("stop", "ignore"):
             raise LoopError(f'on_nan={on_nan!r}: it is "stop" or "ignore".')
-        self._ranks = ranks_of(torch, model)
+        self._ranks = ranks_of(torch, model) if divided is None else None
         rejoin = self._ranks.rejoin if self._ranks is not None else None
         self.precision = Precision(torch, precision, model, optimizer, self.device, self.parameters, rejoin is not None)
         training = Training(torch, model, model.module if rejoin is not None else model, optimizer, loss_fn, self.parameters, self.device, self.precision,
-                            self._ranks)
+                            self._ranks, divided)
         self.micro_batches = MicroBatches(None if micro_batch == "auto" else _positive("micro_batch", micro_batch))
         agreed = self._ranks.slowest if self._ranks is not None else list
         self._sizer = Sizer(torch, self.device, self.micro_batches, agreed) if micro_batch == "auto" else None

@@ -8,6 +8,7 @@ from typing import Any
 
 from flatout.loop.precision import Precision
 from flatout.loop.ranks import Ranks
+from flatout.loop.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,4 @@ class Training:
     device: Any
     precision: Precision
     ranks: Ranks | None
+    divided: TensorParallel | None = None  # layers are shared with other ranks

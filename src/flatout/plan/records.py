@@ -227,6 +227,7 @@ class Contest(Record):
     n: int
     note: str = ""
     seconds: float = 0.0
+    host: str = ""  # of other machines, those that measured it
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from flatout.ranks.shares import CannotDivide
+from flatout.plan.errors import CannotDivide
 
 
 def one_device(torch: Any, ledger: Any) -> None:

@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from flatout.plan.errors import CannotDivide
 from flatout.plan.standing import Standing
 from flatout.ranks.formats import Formats
 from flatout.ranks.mixing import Mixing
-from flatout.ranks.shares import CannotDivide
 
 NAME = "sharding"
 NODE, ALL = "node", "all"

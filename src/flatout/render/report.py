@@ -187,7 +187,7 @@ def _contest_row(contest: Contest) -> dict[str, str]:
     return {
         "plan": wording.one_line(contest.plan, 200),
         "against": wording.one_line(contest.against, 200),
-        "how": HOW.get(contest.how, wording.one_line(contest.how, 60)),
+        "how": HOW.get(contest.how, wording.one_line(contest.how, 60)) + (f", on {wording.one_line(contest.host, 200)}" if contest.host else ""),
         "ratio": story.with_interval(contest.ratio, contest.low, contest.high, contest.n) if wording.drawable(contest.ratio) is not None else wording.NOTHING,
         "seconds": wording.duration(contest.seconds) if wording.drawable(contest.seconds) else wording.NOTHING,
         "note": wording.one_line(contest.note),

@@ -16,10 +16,13 @@ from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
 from flatout.tune.arena import Entrant, ask_replica
 from flatout.tune.candidates import Candidate, plan_of, widest
+from flatout.tune.elsewhere import PATIENCE_S
+from flatout.tune.orders import pair_in, pair_order
 from flatout.tune.tuning import COMPILE_S, PAIRS, Tuning, why_gone
 
 FEWEST_PAIRS = 2  # where the clock leaves no time for three
 FLOOR_CAP = 0.02  # an unlucky A/A must not hide a gain that three pairs agree on
+Pair = tuple[list[Round], TrialRecord, TrialRecord]
 START_NOISE = 0.25  # two starts of one program differ by this without any reason
 
 
@@ -96,22 +99,24 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, A
     plan, session, start_s = plan_of(tuned), tuning.session, seconds()
     pairs: list[list[Round]] = []
     records: list[tuple[TrialRecord, TrialRecord]] = []
+    hosts: list[str] = []
     while _time_for_another(tuning, pairs):
         pair_start_s = seconds()
         tuning.watcher.stage("confirming", f"pair {len(pairs) + 1}: {plan.describe()} against the plain program, fresh processes")
         try:
-            rounds, plain_record, tuned_record = _pair(tuning, plan, len(pairs), draws=widest(tuned) is Effect.RESAMPLED)
+            found = _some_pairs(tuning, plan, len(pairs), widest(tuned) is Effect.RESAMPLED, hosts)
         except (ProgramGone, LeverFailed) as error:
             tuning.note(plan.describe(), "fresh pairs", None, why_gone(error), start_s)
             return _refuse(tuned, f"in fresh processes: {why_gone(error)}")
         tuning.longest_pair_s = max(tuning.longest_pair_s, seconds() - pair_start_s)
-        pairs.append(rounds)
-        records.append((plain_record, tuned_record))
+        for rounds, plain_record, tuned_record in found:
+            pairs.append(rounds)
+            records.append((plain_record, tuned_record))
         tuning.watcher.contest(plan.describe(), compare(pairs), f"pair {len(pairs)}")
-        if len(pairs) == FEWEST_PAIRS and _judged(tuning, tuned, records, replica_answer).verdict == "failed":
+        if FEWEST_PAIRS <= len(pairs) < PAIRS and _judged(tuning, tuned, records, replica_answer).verdict == "failed":
             break  # the rest of the time is for what is exact
     ratio = compare(pairs)
-    tuning.note(plan.describe(), "fresh pairs", ratio, "", start_s)
+    tuning.note(plan.describe(), "fresh pairs", ratio, "", start_s, host="; ".join(dict.fromkeys(hosts)))
     session.guard = _judged(tuning, tuned, records, replica_answer)
     _fill(session.baseline, Plan(), [p for p, _ in records], [r.a_ms for pair in pairs for r in pair])
     _fill(session.best, plan, [t for _, t in records], [r.b_ms for pair in pairs for r in pair])
@@ -182,7 +187,21 @@ def _refuse(tuned: Sequence[Candidate], reason: str) -> bool:
     return False
 
 
-def _pair(tuning: Tuning, plan: Plan, seed: int, draws: bool) -> tuple[list[Round], TrialRecord, TrialRecord]:
+def _some_pairs(tuning: Tuning, plan: Plan, done: int, draws: bool, hosts: list[str]) -> list[Pair]:
+    """The next pair; on other machines one a node, as far as they are wanted. ``hosts`` are told which. Raises ProgramGone or LeverFailed."""
+    elsewhere = tuning.elsewhere
+    if elsewhere is not None and elsewhere.ready:
+        wanted = min(len(elsewhere.ready), PAIRS - done if done < PAIRS else 2 * PAIRS - done)
+        orders = [pair_order(tuning, plan, done + at, draws) for at in range(wanted)]
+        held = [each for each in elsewhere.held(orders, PATIENCE_S + 2 * tuning.pair_s) if each.answer is not None]
+        hosts += [each.host for each in held]
+        if held:
+            return [pair_in(each.answer) for each in sorted(held, key=lambda each: each.number) if each.answer is not None]
+    return [pair_here(tuning, plan, done, draws)]
+
+
+def pair_here(tuning: Tuning, plan: Plan, seed: int, draws: bool) -> Pair:
+    """One pair on this machine. Raises ProgramGone or LeverFailed."""
     if tuning.copies < 2:
         return _pair_in_turn(tuning, plan, seed, draws)
     entrants: list[Entrant] = []
@@ -198,7 +217,7 @@ def _pair(tuning: Tuning, plan: Plan, seed: int, draws: bool) -> tuple[list[Roun
             tuning.arena.dismiss(entrant.trial)
 
 
-def _pair_in_turn(tuning: Tuning, plan: Plan, seed: int, draws: bool) -> tuple[list[Round], TrialRecord, TrialRecord]:
+def _pair_in_turn(tuning: Tuning, plan: Plan, seed: int, draws: bool) -> Pair:
     """Where two programs do not fit into memory at once: one after the other, so that the machine's moods do not cancel out."""
     times: dict[str, list[float]] = {}
     records: dict[str, TrialRecord] = {}

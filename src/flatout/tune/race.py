@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flatout.measure.clock import seconds
@@ -14,6 +15,8 @@ from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.arena import Entrant
 from flatout.tune.candidates import PROCESSES, Candidate, recall
+from flatout.tune.elsewhere import PATIENCE_S
+from flatout.tune.orders import race_order, verdicts_in
 from flatout.tune.tuning import Tuning, why_gone
 
 MOST_ENTRANTS = 8
@@ -22,6 +25,7 @@ FEWEST_RACE_ROUNDS = 4  # rather fewer programs than fewer rounds
 RACE_ROUNDS = 12
 VALUES_A_LEVER = 4
 OLD_TICKS = 50
+PROCESSES_LOST = "processes, lost"  # not measured: a search that goes on asks for it again
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ def process_race(tuning: Tuning) -> None:
     """Levers that act before the program starts, or while its loaders are made; and A/A, the plain program again."""
     arena = tuning.arena
     most = min(MOST_ENTRANTS, tuning.copies - BESIDE_THE_ENTRANTS)
+    if tuning.elsewhere is not None and most > 1 and _raced_elsewhere(tuning, most):
+        return
     racing: list[tuple[Lineup, Entrant]] = []
     for lineup in lineups(tuning)[:max(0, most)]:
         if tuning.explore_until_s - seconds() < least_race_s(tuning, len(racing) + 1):
@@ -149,20 +155,58 @@ def _take_turns(tuning: Tuning, plain: Trial, racing: list[tuple[Lineup, Entrant
     kept_s = tuning.start_cost_s + 20 * arena.block_s  # for taking winners away again
     until_s = seconds() + min(max(RACE_ROUNDS * arena.block_s * (len(racing) + 1), 15.0), max(left_s - kept_s, 0.6 * left_s))
     verdicts = arena.processes(plain, [e for _, e in racing], until_s, heard=lambda e, r: tuning.watcher.contest(names[id(e)], r))
-    twin = next((verdicts[at] for at, (lineup, _) in enumerate(racing) if not lineup.parts), None)
-    if isinstance(twin, Ratio):
-        tuning.session.noise_floor, tuning.floor = twin, max(0.01, abs(math.log(twin.median)))
-        # Two processes of one program differ by luck. The mean of both plain ones is a fairer measure than either.
-        luck = math.sqrt(twin.median)
-        verdicts = {at: v.against(luck) if isinstance(v, Ratio) and v is not twin else v for at, v in verdicts.items()}
-    for at in sorted(verdicts, key=lambda at: len(racing[at][0].parts)):  # what is together is judged beside what was alone
-        verdict, lineup = verdicts[at], racing[at][0]
-        if isinstance(verdict, str):
-            lineup.failed(f"the program does not survive it: {verdict}")
-            tuning.note(lineup.name, PROCESSES, None, verdict, start_s)
-        else:
-            lineup.measured(verdict)
-            tuning.note(lineup.name, PROCESSES, verdict, "", start_s)
+    _judge(tuning, [lineup for lineup, _ in racing], verdicts, start_s)
     if plain is not tuning.observed:
         arena.dismiss(plain)
     tuning.save()
+
+
+def _judge(tuning: Tuning, racing: Sequence[Lineup], verdicts: Mapping[int, Ratio | str], start_s: float, host: str = "") -> None:
+    """What one race has shown. Of several races, on machines of their own, the largest noise floor counts."""
+    twin = next((verdicts[at] for at, lineup in enumerate(racing) if not lineup.parts and at in verdicts), None)
+    if isinstance(twin, Ratio):
+        floor = max(0.01, abs(math.log(twin.median)))
+        if tuning.session.noise_floor is None or not host or floor > tuning.floor:
+            tuning.session.noise_floor, tuning.floor = twin, floor
+        # Two processes of one program differ by luck. The mean of both plain ones is a fairer measure than either.
+        luck = math.sqrt(twin.median)
+        verdicts = {at: v.against(luck) if isinstance(v, Ratio) and v is not twin else v for at, v in verdicts.items()}
+    for at in sorted(verdicts, key=lambda at: len(racing[at].parts)):  # what is together is judged beside what was alone
+        verdict, lineup = verdicts[at], racing[at]
+        if isinstance(verdict, str):
+            lineup.failed(f"the program does not survive it: {verdict}")
+            tuning.note(lineup.name, PROCESSES, None, verdict, start_s, host=host)
+        else:
+            lineup.measured(verdict)
+            tuning.note(lineup.name, PROCESSES, verdict, "", start_s, host=host)
+
+
+def _raced_elsewhere(tuning: Tuning, most: int) -> bool:
+    """Races on other machines, at once: each has a plain program, A/A, and its share of the others. False where there was no time or no machine."""
+    elsewhere, start_s = tuning.elsewhere, seconds()
+    assert elsewhere is not None
+    left_s = tuning.explore_until_s - start_s
+    todo = [lineup for lineup in lineups(tuning) if lineup.parts]
+    each = 0  # beside A/A
+    while each < min(most - 1, math.ceil(len(todo) / max(len(elsewhere.ready), 1))) and _race_elsewhere_s(tuning, each + 1) <= left_s:
+        each += 1
+    if not each or not elsewhere.ready:
+        return False
+    todo = todo[:each * len(elsewhere.ready)]
+    shares = [[Lineup(), *todo[at::len(elsewhere.ready)]] for at in range(min(len(elsewhere.ready), len(todo)))]
+    tuning.watcher.stage("race", f"{len(todo)} programs take turns with plain ones, on {len(shares)} node{'s' * (len(shares) > 1)} at once")
+    for_s = min(max(RACE_ROUNDS * tuning.arena.block_s * (each + 2), 15.0), left_s - (each + 2) * tuning.start_cost_s)
+    orders = [race_order(tuning, [lineup.plan for lineup in share], for_s) for share in shares]
+    for held in elsewhere.held(orders, PATIENCE_S + for_s + 4 * (each + 2) * tuning.start_cost_s):
+        if held.answer is not None:
+            _judge(tuning, shares[held.number], verdicts_in(held.answer), start_s, held.host)
+            continue
+        for lineup in shares[held.number]:
+            tuning.note(lineup.name, PROCESSES_LOST, None, held.why, start_s, host=held.host)
+    tuning.save()
+    return True
+
+
+def _race_elsewhere_s(tuning: Tuning, each: int) -> float:
+    """What a race of so many takes on a node, beside A/A and a plain program: their starts, one after another, and a few rounds."""
+    return (each + 2) * (tuning.start_cost_s + FEWEST_RACE_ROUNDS * tuning.arena.block_s)

@@ -18,6 +18,7 @@ from flatout.trial.blocks import LeverFailed, Watcher
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.arena import Arena, Entrant
 from flatout.tune.candidates import Candidate
+from flatout.tune.elsewhere import Elsewhere
 
 PAIRS = 3
 ROUNDS_OF_A_PAIR = 6
@@ -58,6 +59,7 @@ class Tuning:
     save_session: Callable[[SessionRecord], None] = lambda session: None
     base: Plan | None = None  # what every program of the search runs under: how it is divided over ranks
     alone: Command | None = None  # the program as one process, where ``command`` starts it as several
+    elsewhere: Elsewhere | None = None  # other machines, which hold what is independent of each other at once
 
     def __post_init__(self) -> None:
         self.start_s = seconds() - self.session.spent_s
@@ -126,9 +128,9 @@ class Tuning:
             raise LeverFailed(left["name"], left["reason"])
         return entrant
 
-    def note(self, plan: str, how: str, ratio: Ratio | None, note: str, start_s: float, against: str = "plain") -> None:
+    def note(self, plan: str, how: str, ratio: Ratio | None, note: str, start_s: float, against: str = "plain", host: str = "") -> None:
         self.watcher.contest(plan, ratio, note)
-        contest = Contest(plan, against, how, None, None, None, 0, note, round(seconds() - start_s, 1))
+        contest = Contest(plan, against, how, None, None, None, 0, note, round(seconds() - start_s, 1), host)
         if ratio is not None:
             contest.ratio, contest.low, contest.high, contest.n = ratio.median, ratio.low, ratio.high, ratio.n
         self.session.contests.append(contest)

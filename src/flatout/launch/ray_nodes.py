@@ -1,0 +1,97 @@
+"""The nodes of a Ray cluster, each given one piece of work at a time, which has the whole node. For what is measured: nothing else of Ray's runs beside it.
+
+A piece of work is a program of ours with a text (JSON) to read and another to write; only texts travel. Ray's public API alone is used.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flatout.launch.ray_cluster import TAIL_BYTES, Runner, Work, connect
+from flatout.plan.errors import FlatoutError
+
+THREADS = "OMP_NUM_THREADS"  # Ray sets it in its workers, where nobody else has
+
+
+class NodeLost(Exception):
+    """A worker or its node ended before the work did."""
+
+
+class RayNodes:
+    """``names`` says how each node is called: its host, with a number where several nodes are on one."""
+
+    def __init__(self, address: str) -> None:
+        """Raises UsageError where there is no Ray, or no cluster."""
+        self._ray = connect(address)
+        self._begun: list[Any] = []
+        self.names: dict[str, str] = {}
+        hosts: dict[str, int] = {}
+        for node in self._alive():
+            host = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            hosts[host] = hosts.get(host, 0) + 1
+            self.names[node["NodeID"]] = host if hosts[host] == 1 else f"{host}, node {hosts[host]}"
+
+    def _alive(self) -> list[dict[str, Any]]:
+        return sorted((node for node in self._ray.nodes() if node["Alive"]), key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
+
+    def still_there(self, node: str) -> bool:
+        return any(each["NodeID"] == node for each in self._alive())
+
+    def begin(self, node: str, module: str, text: str, environment: Mapping[str, str]) -> Any:
+        """Start ``python -m module`` there, with a file that holds the text and one for its answer; what to wait for."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        has: Mapping[str, float] = next((each["Resources"] for each in self._alive() if each["NodeID"] == node), {})
+        whole = {"num_cpus": has.get("CPU", 0), "num_gpus": has.get("GPU", 0), "max_retries": 0}
+        task = self._ray.remote(**whole)(_on_this_node).options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        begun = task.remote(("-m", module), os.getcwd(), dict(environment), text)
+        self._begun.append(begun)
+        return begun
+
+    def ended(self, begun: Sequence[Any], within_s: float) -> list[Any]:
+        """Those that have ended, after so long at the latest."""
+        found: list[Any] = self._ray.wait(list(begun), num_returns=1, timeout=within_s)[0]
+        return found
+
+    def answer(self, begun: Any) -> str:
+        """What it wrote. Raises NodeLost, or FlatoutError with what it said where it failed."""
+        self._begun.remove(begun)
+        try:
+            code, text, said = self._ray.get(begun)
+        except FlatoutError as error:
+            raise getattr(error, "cause", error) from None
+        except self._ray.exceptions.RayError as error:
+            raise NodeLost((str(error).strip().splitlines() or [type(error).__name__])[0][:200]) from None
+        if code or not text:
+            raise FlatoutError((said.strip().splitlines() or [f"it left with exit code {code}"])[-1][:300])
+        return str(text)
+
+    def give_up(self, begun: Any) -> None:
+        """End it, wherever it is."""
+        if begun in self._begun:
+            self._begun.remove(begun)
+        self._ray.cancel(begun, force=True)
+
+    def close(self) -> None:
+        for begun in list(self._begun):
+            self.give_up(begun)
+
+
+def _on_this_node(argv: Sequence[str], folder: str, environment: Mapping[str, str], text: str) -> tuple[int, str, str]:
+    """In a Ray worker: the exit code, the answer, the end of what was said."""
+    os.environ.pop(THREADS, None)
+    runner = Runner()
+    try:
+        order, answer = runner.home / "order.json", runner.home / "answer.json"
+        order.write_text(text, encoding="utf-8")
+        # -P: the folder that one is in may have a torch.py or click.py of the person's.
+        runner.start(Work((sys.executable, "-P", *argv, str(order), str(answer)), folder, environment), {})
+        code = runner.wait()
+        said = runner.output(0)[-TAIL_BYTES:].decode(errors="replace")
+        return code, answer.read_text(encoding="utf-8") if answer.is_file() else "", said
+    finally:
+        shutil.rmtree(runner.home, ignore_errors=True)

@@ -1,0 +1,67 @@
+"""Layers that two ranks share learn what one process learns: ten steps, clipped and accumulated. What does not go together is refused in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+PROGRAM = Path(__file__).with_name("two_parallel_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pair = [subprocess.Popen([sys.executable, str(PROGRAM), str(rank), str(folder)], stderr=subprocess.PIPE, text=True, env=environment) for rank in (0, 1)]
+    try:
+        said = [process.communicate(timeout=200)[1] for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+    for err, process in zip(said, pair, strict=True):
+        assert process.returncode == 0, err[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def furthest(one, other):
+    return max(abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("name", "near"), [("float64", 1e-12), ("float32", 1e-6), ("accumulated", 1e-12)])
+def test_ranks_that_share_layers_learn_what_one_process_learns(ranks, name, near):
+    for rank in ranks:
+        raw, parallel = rank[name]
+        assert len(raw["losses"]) == len(parallel["losses"]) == 10
+        assert furthest([raw["losses"], raw["norms"]], [parallel["losses"], parallel["norms"]]) <= near * 10
+        assert furthest(raw["weights"], parallel["weights"]) <= near * (10 if name != "float32" else 1000)  # Adam divides by what may be near zero
+        assert raw["names"] == parallel["names"]
+        assert min(raw["norms"]) > 0.5  # it was clipped
+        assert parallel["parts"] == (4 if name == "accumulated" else 1)
+    assert ranks[0][name][1]["losses"] == ranks[1][name][1]["losses"]
+
+
+def test_a_rank_has_its_slice_alone(ranks):
+    for rank in ranks:
+        parallel = rank["float64"][1]
+        assert parallel["sliced"] == ["DTensor"] * 4
+        shared = 2 * (16 * 32 + 32 + 32 * 16)  # of two blocks: weights and the wide bias; the narrow bias is whole
+        assert parallel["own"] == parallel["all"] - shared // 2
+        assert parallel["state"] == ["DTensor", "Tensor"]
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("alone", "torchrun --standalone"), ("no such module", "blocks.*.sideways"), ("no style", "is a str"), ("nothing", "a table is needed"),
+    ("begun", "the optimizer has begun already"), ("auto", "plan='auto' does not go with parallel="), ("sizes", "micro_batch='auto' does not go"),
+    ("masters", "precision='bf16-master' does not go"), ("fused", "fused=True"), ("memory", "cannot do a step again. Take smaller micro-batches"),
+    ("batches", "every rank is to train on the same batches")])
+def test_what_does_not_go_together_is_said(ranks, name, said):
+    for rank in ranks:
+        assert said in rank["words"][name]

@@ -1,0 +1,108 @@
+"""Contests of a search on the nodes of a real Ray cluster, two on this machine; a worker is killed while it measures. Skipped where Ray is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from flatout.launch.command import understand
+from flatout.levers import TABLE
+from flatout.plan.errors import UsageError
+from flatout.plan.folder import JobFolder
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.records import Ratio, SessionRecord
+from flatout.plan.words import Effect
+from flatout.probe.machine import look
+from flatout.tune.candidates import Candidate
+from flatout.tune.elsewhere import on_ray
+from flatout.tune.orders import pair_in, pair_order
+from flatout.tune.race import process_race
+from flatout.tune.tuning import Goal, Tuning
+
+pytestmark = [pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra: pip install flatout[ray]"), pytest.mark.timeout(400)]
+CONTEST = "flatout.cli.contest"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from ray.cluster_utils import Cluster
+
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    found.add_node(num_cpus=1)
+    yield found.address
+    import ray
+
+    ray.shutdown()
+    found.shutdown()
+
+
+@pytest.fixture
+def tuning(cluster, tmp_path, monkeypatch, tiny):
+    (tmp_path / "train.py").write_text(tiny)
+    monkeypatch.chdir(tmp_path)
+    command, facts = understand([sys.executable, "train.py"]), look()
+    found = Tuning(command, JobFolder(tmp_path / "job").make(), facts, SessionRecord([], str(tmp_path), {}), Goal(240.0),
+                   elsewhere=on_ray(cluster, command, facts))
+    found.arena.tick_ms, found.start_cost_s = 1.0, 5.0
+    yield found
+    found.elsewhere.close()
+
+
+def kill_a_worker_that_measures(killed: list[psutil.Process]) -> None:
+    """The first Ray worker whose contest has started a program; ``killed`` are the processes that must end with it."""
+    for _ in range(1200):
+        ours = [each for each in psutil.process_iter(["cmdline", "cwd"]) if each.info["cwd"] == os.getcwd()]
+        for contest in [each for each in ours if CONTEST in (each.info["cmdline"] or ())]:
+            programs = contest.children(recursive=True)
+            if programs:
+                killed += [contest, *programs]
+                contest.parent().kill()
+                return
+        threading.Event().wait(0.05)
+
+
+def test_a_killed_workers_pair_is_measured_on_the_other_node(tuning):
+    elsewhere, killed = tuning.elsewhere, []
+    assert len(set(elsewhere.hosts)) == 2
+    assert elsewhere.left_out == []
+    killer = threading.Thread(target=kill_a_worker_that_measures, args=(killed,))
+    killer.start()
+    (held,) = elsewhere.held([pair_order(tuning, Plan((Choice("gc_pause", True),)), 3, False)], 300.0)
+    killer.join()
+    assert held.host == elsewhere.hosts[1]
+    rounds, plain, tuned = pair_in(held.answer)
+    assert len(rounds) >= 2
+    assert all(each.a_ms > 0 and each.b_ms > 0 for each in rounds)
+    assert (plain.seed, tuned.seed) == (3, 3)
+    assert plain.losses == tuned.losses != []
+    assert [choice["name"] for choice in tuned.applied] == ["gc_pause"]
+    assert len(killed) >= 2
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in killed)
+
+
+def test_a_race_is_held_beside_a_plain_program_of_its_node(tuning):
+    levers = {lever.name: lever for lever in TABLE}
+    tuning.candidates = {"malloc": Candidate(levers["malloc"], ("glibc",), Effect.EXACT)}
+    process_race(tuning)
+    assert isinstance(tuning.candidates["malloc"].ratio, Ratio)
+    assert [contest.plan for contest in tuning.session.contests] == ["A/A", "malloc=glibc"]
+    assert {contest.host for contest in tuning.session.contests} <= set(tuning.elsewhere.hosts)
+    assert tuning.session.noise_floor is not None
+    assert tuning.arena.running == []  # nothing was started here
+
+
+def test_who_is_unlike_or_silent_takes_no_part(tuning, cluster):
+    with pytest.raises(UsageError, match=r"no node of the cluster is like this machine.*another machine \('.* cores"):
+        on_ray(cluster, tuning.command, replace(tuning.facts, cores=99))
+    elsewhere, order = tuning.elsewhere, pair_order(tuning, Plan(), 0, False)
+    hosts = elsewhere.hosts
+    assert [held.answer for held in elsewhere.held([order], 0.2)] == [None]
+    assert elsewhere.hosts == []
+    assert [sentence.partition(": ")[0] for sentence in elsewhere.left_out] == hosts
+    assert [held.why for held in elsewhere.held([order], 0.2)] == ["no node is left to measure it"]
