@@ -74,7 +74,7 @@ def command(budget: float, effects: str, only: str | None, named: tuple[Choice, 
 
 def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = None, again: bool = False,
          asked: ranks.RanksAsked | None = None, ray: str | None = None) -> tuple[SessionRecord, JobFolder]:
-    """One tuning session from a command line; also what `flatout run --budget` does first. ``asked``: as so many ranks; ``ray``: on the nodes of that cluster."""
+    """One tuning session from a command line; also what `flatout run --budget` does first. ``asked``: as so many ranks; ``ray``: on that cluster."""
     if ray is not None and asked is not None and asked.several:
         raise UsageError("--ray measures one process on each of several machines, --procs and --gpus several ranks on this one. Give one of them.")
     cmd = understand(words)

@@ -86,5 +86,5 @@ def code(value: Value) -> str:
     return f"{hooks}model.register_comm_hook({state}, powerSGD_hook.powerSGD_hook)"
 
 
-LEVER = Lever(NAME, Moment.STEP, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, needs=("data_parallel",), check=check,
-              page=__doc__)
+LEVER = Lever(NAME, Moment.STEP, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, needs=("data_parallel",), excludes=("sharding",),
+              check=check, page=__doc__)

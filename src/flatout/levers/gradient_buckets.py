@@ -97,5 +97,5 @@ def code(value: Value) -> str:
     return f"model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={2**20 if value == ALL else value})"
 
 
-LEVER = Lever(NAME, Moment.STEP, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, needs=("data_parallel",),
+LEVER = Lever(NAME, Moment.STEP, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, needs=("data_parallel",), excludes=("sharding",),
               after=("comm_compression",), check=check, page=__doc__)

@@ -92,4 +92,4 @@ def code(value: Value) -> str:
 
 
 LEVER = Lever(NAME, Moment.IMPORT, Effect.CHANGES_MATH, applies, code, apply=apply, guard=Comparison.GRADIENT, known_bad=known_bad, needs=("data_parallel",),
-              check=check, page=__doc__)
+              excludes=("sharding",), check=check, page=__doc__)

@@ -54,6 +54,7 @@ class Blocks:
         self.tick_ms = 1.0
         self.unit = "step"
         self.prefetched_ticks = 0
+        self.settle_ticks = 1  # after a switch, until the program goes as it will
 
     @property
     def block_ticks(self) -> int:
@@ -108,7 +109,7 @@ class Blocks:
             for side in order:
                 if side != held:
                     self.switch(trial, a if side == "a" else b)
-                    self.run(trial, settle_ticks)
+                    self.run(trial, max(settle_ticks, self.settle_ticks))
                     held = side
                 times[side].append(self.block(trial))
             rounds += [Round(x, y) for x, y in zip(times["a"], times["b"], strict=True)]

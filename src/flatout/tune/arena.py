@@ -20,6 +20,7 @@ from flatout.plan.records import Ratio
 from flatout.trial.blocks import CLEAR_LOSS, FEWEST_ROUNDS, Blocks
 from flatout.trial.parent import ProgramGone, Trial
 
+SETTLE_TICKS = 3  # of ranks: they agree on what travels between them, and learn how large it is
 PLAIN = -1  # the plain program's place among the entrants of a race
 
 
@@ -39,6 +40,8 @@ class Arena(Blocks):
         super().__init__()
         self.command, self.job, self.facts, self.base, self.alone = command, job, facts, base or Plan(), alone
         self.running: list[Trial] = []
+        if alone is not None:
+            self.settle_ticks = SETTLE_TICKS
 
     # -- programs ---------------------------------------------------------------------------------------------------
 
