@@ -7,6 +7,7 @@ tuple, a variable) holds from then on a *stand-in*: it has no values of its own,
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from flatout.ranks.mixing import Mixing
 
 NAME = "sharding"
 NODE, ALL = "node", "all"
+M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**20  # malloc.h
 FEWEST = 2  # ranks on a machine, for their weights to be divided inside it
 
 
@@ -134,6 +136,8 @@ class Sharding:
     def _mesh(self, device_type: str) -> Any:
         from torch.distributed.device_mesh import DeviceMesh
 
+        if device_type == "cpu":
+            _give_back()
         here, ranks = self.here, self.torch.arange(self.here.world_size)
         if self.over == ALL or here.local_world_size >= here.world_size or here.local_world_size < FEWEST or here.world_size % here.local_world_size:
             return DeviceMesh(device_type, ranks, mesh_dim_names=("shard",))
@@ -197,3 +201,12 @@ class Sharding:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _give_back() -> None:
+    """Let the memory of a host be the machine's again when a tensor is gone. glibc keeps blocks below a bound, which it raises when a larger one is freed, and
+    weights that come and go block by block then fill the memory with holes: twice what was divided. Setting the bound keeps it where it is."""
+    try:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+    except (OSError, AttributeError):
+        pass  # another C library
