@@ -8,7 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from flatout import Loop
+from flatout import Loop, Pipeline
 from flatout.plan.errors import LoopError
 
 RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
@@ -78,7 +78,7 @@ def raw(dtype, loss, window, clip):
         found.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
         optimizer.step()
-        losses.append(float(found))
+        losses.append(float(found.detach()))
         if len(losses) == STEPS:
             break
     return seen(model, losses, norms)
@@ -122,6 +122,53 @@ def fused(model, optimizer):
     optimizer.param_groups[0]["fused"] = True
 
 
+def blocks(dtype, shared=False):
+    """A model that is cut by its children, one of which is named."""
+    torch.manual_seed(RANK if distributed.is_initialized() and not shared else 0)
+    model = nn.Sequential()
+    for name, block in {"body": nn.Linear(6, 16), "first": Block(), "second": Block(), "head": nn.Linear(16, 3)}.items():
+        model.add_module(name, block)
+    return model.to(dtype), torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def piped(dtype, pipeline, window, micro_batch=None, reduction=None, loss=loss_fn):
+    """What this stage has learned, beside the raw loop over the whole model; weights by name."""
+    model, optimizer = blocks(dtype)
+    loop = Loop(model, optimizer, loss, data(dtype), steps=STEPS, effective_batch=8 * window, micro_batch=micro_batch, clip=0.5, reduction=reduction,
+                parallel=pipeline)
+    steps = list(loop)
+    whole_model, other = blocks(dtype, shared=True)
+    losses, norms, batches = [], [], data(dtype)
+    for at in range(0, STEPS * window, window):
+        other.zero_grad()
+        found = loss(whole_model, tuple(torch.cat(each) for each in zip(*batches[at:at + window], strict=True)))
+        found.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(whole_model.parameters(), 0.5)))
+        other.step()
+        losses.append(float(found.detach()))
+    raw_weights, kept = whole_model.state_dict(), {name: p for name, p in model.state_dict().items() if p.device.type != "meta"}
+    return {"losses": [losses, [float(step.loss) for step in steps]], "norms": [norms, [float(step.grad_norm) for step in steps]], "kept": list(kept),
+            "apart": max(float((p - raw_weights[name]).abs().max()) for name, p in kept.items()), "parts": steps[0].parts}
+
+
+def summed(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def piped_words(pipeline, change=lambda model: model, loss=loss_fn, **how):
+    model, optimizer = blocks(torch.float32)
+    try:
+        list(Loop(change(model), optimizer, loss, data(torch.float32), steps=1, parallel=pipeline, **how))
+    except LoopError as error:
+        return str(error)
+    return ""
+
+
+def tied(model):
+    model.second.up = model.first.up
+    return model
+
+
 alone = words()  # no group yet
 distributed.init_process_group("gloo", init_method=f"file://{FOLDER / 'store'}", rank=RANK, world_size=2)
 results = {
@@ -135,6 +182,19 @@ results = {
     },
 }
 nn.Dropout.forward = lambda self, x: x  # masks of micro-batches are other draws
+results["piped"] = {
+    "float64": piped(torch.float64, Pipeline(2), 1, micro_batch=2, reduction="mean"),
+    "float32": piped(torch.float32, Pipeline(["second"], "gpipe"), 1, micro_batch=4, reduction="mean"),
+    "window": piped(torch.float64, Pipeline(["head"]), 2, micro_batch=4, reduction="sum", loss=summed),
+    "whole": piped(torch.float64, Pipeline(2), 1),
+}
+results["piped words"] = {
+    "three": piped_words(Pipeline(3)), "no child": piped_words(Pipeline(["third"])), "order": piped_words(Pipeline(["body"])),
+    "schedule": piped_words(Pipeline(2, "zero")), "no sequence": piped_words(Pipeline(2), lambda model: nn.ModuleList([model])[0:1]),
+    "tied": piped_words(Pipeline(2), tied), "auto": piped_words(Pipeline(2), plan="auto"), "bf16": piped_words(Pipeline(2), precision="bf16"),
+    "reduction": piped_words(Pipeline(2), micro_batch=2), "uneven": piped_words(Pipeline(2), micro_batch=3, reduction="mean"),
+    "nan": piped_words(Pipeline(2), loss=lambda model, batch: loss_fn(model, batch) * float("nan")),
+}
 results["accumulated"] = [raw(torch.float64, by_count, 2, 0.5), parallel(torch.float64, by_count, 2, 0.5, micro_batch=4)]
 distributed.barrier()
 (FOLDER / f"{RANK}.json").write_text(json.dumps(results))

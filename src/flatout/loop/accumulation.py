@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from flatout.loop.pipeline_parallel import PipelineParallel
 from flatout.loop.precision import Precision
 from flatout.loop.reduction import Answer
 from flatout.loop.rejoin import Rejoin
@@ -23,7 +24,7 @@ class Accumulation:
     """
 
     def __init__(self, torch: Any, precision: Precision, summed: bool, samples: int, rejoin: Rejoin | None = None,
-                 divided: TensorParallel | None = None) -> None:
+                 divided: TensorParallel | PipelineParallel | None = None) -> None:
         self.torch, self.precision, self.summed, self.samples, self.rejoin, self.divided = torch, precision, summed, samples, rejoin, divided
         self._estimate: Any = None
         self._losses: list[Any] = []

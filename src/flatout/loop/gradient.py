@@ -16,6 +16,7 @@ from flatout.loop.accumulation import Accumulation, detached
 from flatout.loop.batches import moved, split
 from flatout.loop.finite import Watch, first_bad_module
 from flatout.loop.memory import MicroBatches, OutOfMemory, is_out_of_memory, release
+from flatout.loop.pipeline_parallel import PipelineParallel
 from flatout.loop.randomness import RandomState
 from flatout.loop.reduction import MEAN, SUM, Recogniser, understood
 from flatout.loop.training import Training
@@ -53,7 +54,10 @@ class Gradient:
             try:
                 limit = self.micro_batches.limit
                 fits = len(window) == 1 and (limit is None or window[0][1] <= limit)
-                made = self._whole(index, window[0][0]) if fits else self._accumulated(index, window, samples)
+                if isinstance(training.divided, PipelineParallel):
+                    made = self._piped(training.divided, index, window)
+                else:
+                    made = self._whole(index, window[0][0]) if fits else self._accumulated(index, window, samples)
                 if state is not None and not self._draws:
                     self._draws = state.moved()
             except Exception as error:
@@ -101,6 +105,11 @@ class Gradient:
                     self._stop_where_bad(self._watch, index, answer.loss, part)
                 sums.add(answer, size, last=at == len(parts) - 1)
         return sums.loss(training.parameters), len(parts), sums.values(self.metrics)
+
+    def _piped(self, pipeline: PipelineParallel, index: int, window: Window) -> tuple[Any, int, dict[str, Any]]:
+        sizes = [size for _, whole in window for size in self.micro_batches.sizes(whole)]
+        parts = [self._on_device(part) for batch, whole in window for part in split(batch, self.micro_batches.sizes(whole))]
+        return pipeline.step(index, parts, sizes, self.training.loss_fn), len(parts), {}
 
     def _whole(self, index: int, batch: Any) -> tuple[Any, int, dict[str, Any]]:
         """As a raw loop does it. Every step comes through here, so what is not needed is not called."""

@@ -26,6 +26,7 @@ from flatout.loop.finite import Watch
 from flatout.loop.gradient import Gradient
 from flatout.loop.levers import Levers, plan_of
 from flatout.loop.memory import MicroBatches
+from flatout.loop.pipeline_parallel import Pipeline, PipelineParallel
 from flatout.loop.precision import Precision
 from flatout.loop.ranks import ranks_of
 from flatout.loop.reduction import MEAN, SUM
@@ -72,7 +73,7 @@ class Loop:
     on_nan           "stop": a loss that is NaN or infinite ends the loop, with the module that made it; "ignore" trains on. With fp16 a step that is
                      skipped is no reason to stop
     parallel         module name -> style of torch.distributed.tensor.parallel (ColwiseParallel(), ...): those layers are divided over the ranks, all of which
-                     are given the same batches. The optimizer has the divided parameters from then on
+                     are given the same batches. The optimizer has the divided parameters from then on. Or a `flatout.Pipeline`: each rank has one stage
     allow_inexact    divide batches also where the gradient is then another one (batch normalisation, losses between samples)
 
     Raises LoopError, in words, for what cannot be trained as asked; what the user's own code raises passes through.
@@ -81,19 +82,20 @@ class Loop:
     def __init__(self, model: Any, optimizer: Any, loss_fn: Callable[[Any, Any], Any], loader: Iterable[Any], *, plan: Plan | str | Path | None = None,
                  effects: str | None = None, epochs: int = 1, steps: int | None = None, effective_batch: int | None = None,
                  micro_batch: int | Literal["auto"] | None = None, reduction: str | None = None, scheduler: Any = None, clip: float | None = None,
-                 precision: str = "float32", metrics: Mapping[str, str] | None = None, on_nan: str = "stop", parallel: Mapping[str, Any] | None = None,
-                 allow_inexact: bool = False) -> None:
+                 precision: str = "float32", metrics: Mapping[str, str] | None = None, on_nan: str = "stop",
+                 parallel: Mapping[str, Any] | Pipeline | None = None, allow_inexact: bool = False) -> None:
         import torch
 
         self.torch = torch
         self.model, self.optimizer, self.loss_fn, self.loader, self.scheduler = model, optimizer, loss_fn, loader, scheduler
         self.parameters = _parameters(optimizer)
         self.device = self.parameters[0].device
-        divided = None
+        divided: TensorParallel | PipelineParallel | None = None
         if parallel is not None:
             refused(plan=(plan, (None,)), micro_batch=(micro_batch if micro_batch == "auto" else None, (None,)), precision=(precision, ("float32", "tf32")),
                     model=(type(model).__name__, {type(model).__name__} - {"DistributedDataParallel", "DataParallel"}))
-            divided = TensorParallel(torch, model, optimizer, parallel, self.device)
+            divided = (PipelineParallel(torch, model, optimizer, parallel, self.device, reduction, on_nan == "stop") if isinstance(parallel, Pipeline)
+                       else TensorParallel(torch, model, optimizer, parallel, self.device))
             self.parameters = _parameters(optimizer)
         self.epochs, self.steps, self.effective_batch = _positive("epochs", epochs), _positive("steps", steps), _positive("effective_batch", effective_batch)
         self.clip, self.metrics = clip, dict(metrics or {})

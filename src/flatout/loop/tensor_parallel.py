@@ -22,9 +22,7 @@ class TensorParallel:
         """Divides the model and gives the optimizer the new parameters. Raises LoopError, before anything has changed, for what cannot be divided."""
         self.torch, self.device = torch, device
         distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() < 2:
-            raise LoopError(f"parallel= divides layers over ranks, and this process is the only one. Start several, each of which calls "
-                            f"torch.distributed.init_process_group() first: {START}")
+        several_ranks(torch)
         self._check(model, optimizer, styles)
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.parallel import parallelize_module
@@ -89,6 +87,14 @@ class TensorParallel:
         if abs(largest - smallest) > 1e-3 * max(abs(largest), abs(smallest)):
             raise LoopError(f"with parallel= every rank is to train on the same batches, and the loss of step {index} is {smallest:.6g} on one rank and "
                             f"{largest:.6g} on another. Seed all ranks alike before the loader is made (flatout.seed(0)), without a DistributedSampler.")
+
+
+def several_ranks(torch: Any) -> None:
+    """Raises LoopError in a process that is alone."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() < 2:
+        raise LoopError(f"parallel= divides a model over ranks, and this process is the only one. Start several, each of which calls "
+                        f"torch.distributed.init_process_group() first: {START}")
 
 
 def _matches(wanted: str, name: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.loop.pipeline_parallel import PipelineParallel
 from flatout.loop.precision import Precision
 from flatout.loop.ranks import Ranks
 from flatout.loop.tensor_parallel import TensorParallel
@@ -24,4 +25,4 @@ class Training:
     device: Any
     precision: Precision
     ranks: Ranks | None
-    divided: TensorParallel | None = None  # layers are shared with other ranks
+    divided: TensorParallel | PipelineParallel | None = None  # the model is divided over ranks
