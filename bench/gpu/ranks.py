@@ -45,8 +45,7 @@ def child(way: str, out: Path, smoke: bool) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     vocabulary, context, batch = (128, 16, 4) if smoke else (50304, 512, 8)
     here = standing()
-    if here is not None:
-        _as_a_rank(torch, way.endswith("sharding"))
+    scene = _as_a_rank(torch, way.endswith("sharding")) if here is not None else None
     torch.manual_seed(0)
     model = GPT(vocabulary, context, *((32, 2, 2) if smoke else (768, 12, 12))).to(device)
     tokens = torch.randint(0, vocabulary, (STEPS * batch, context + 1), generator=torch.Generator().manual_seed(1))
@@ -64,6 +63,9 @@ def child(way: str, out: Path, smoke: bool) -> None:
         gradients = gradients or [sketched(torch, p.grad) for p in model.parameters()]
         optimizer.step()
         losses.append(loss.item())
+    whole = way.endswith("sharding") and not all(hasattr(p, "_local_tensor") for p in model.parameters())
+    if scene is not None and (scene.divided.batches.share is None or whole):
+        raise RuntimeError("nothing was divided")
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
     found = {"losses": losses, "gradients": gradients, "weights_bytes": _bytes(model.parameters()),
              "gradients_bytes": _bytes(p.grad for p in model.parameters() if p.grad is not None), "state_bytes": _bytes(state),
@@ -72,7 +74,7 @@ def child(way: str, out: Path, smoke: bool) -> None:
     out.with_suffix(f".{here.rank if here is not None else 0}.json").write_text(json.dumps(found))
 
 
-def _as_a_rank(torch: Any, shards: bool) -> None:
+def _as_a_rank(torch: Any, shards: bool) -> Any:
     from flatout.capture.ledger import Ledger
     from flatout.capture.listener import Listener
     from flatout.capture.scene import Scene
@@ -83,6 +85,7 @@ def _as_a_rank(torch: Any, shards: bool) -> None:
     scene.install()
     for name, value in (("data_parallel", {"reduction": "mean"}), *((("sharding", {"over": "node"}),) if shards else ())):
         levers[name].apply(scene, value, Ledger())
+    return scene
 
 
 def _by_hand(torch: Any, model: Any, device: Any, way: str) -> None:

@@ -117,6 +117,14 @@ def live_bytes():
         return sum({s._cdata: s.nbytes() for each in tensors if type(each).__name__ != "DTensor" for s in [each.untyped_storage()]}.values())
 
 
+def tensors_of(held):
+    """All that lie in a state, at any depth."""
+    if isinstance(held, torch.Tensor):
+        return [held]
+    inside = held.values() if isinstance(held, dict) else held if isinstance(held, list) else []
+    return [tensor for each in inside for tensor in tensors_of(each)]
+
+
 def train(case, out):
     torch.manual_seed(case["seed"])
     data = data_of(case)
@@ -174,7 +182,8 @@ def train(case, out):
     found["weights"] = [value.double().flatten().tolist() for value in model.state_dict().values()]
     found["names"] = list(model.state_dict())
     found["types"] = [type(model) is kind, type(model.blocks[0]) is Block, sum(p.numel() for p in model.parameters()),
-                      sum(p.numel() for p in everything), all(isinstance(p, nn.Parameter) for p in model.parameters())]
+                      sum(p.numel() for p in everything), all(isinstance(p, nn.Parameter) for p in model.parameters()),
+                      sorted({type(value).__name__ for value in tensors_of([model.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)])})]
     found["printed"] = [str(model), repr(model.out.weight.data.round(decimals=1)), f"{model.out.weight.mean():.3f}", f"{model.out.weight[0, 0].item():.9f}",
                         model.out.weight.detach().numpy().round(2).tolist()]
     if averaged is not None:
@@ -196,6 +205,8 @@ def weigh():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    model.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
     del x, loss
     return {"bytes": live_bytes() - before}
 
