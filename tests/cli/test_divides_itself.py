@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 
 import pytest
 
+from flatout.capture.ledger import Ledger
 from flatout.launch.command import Command, understand
 from flatout.plan.records import TrialRecord
+from flatout.ranks.alone import for_ourselves, must_be_the_rank, one_process
+from flatout.ranks.shares import CannotDivide
 from flatout.tune.divides_itself import how, meant, missing
 
 torch = pytest.importorskip("torch")
@@ -131,7 +135,6 @@ def test_ranks_of_its_own_are_left_alone(flatout, script):
     """Under a plan they compute bitwise what they compute by themselves; divided once more they are refused, before any rank of ours is started."""
     script(SPAWNS)
     (flatout.folder / "plan.toml").write_text(HARMLESS)
-    (flatout.folder / "division.toml").write_text(DIVISION)
     plain = flatout.plain("python", "train.py")
     under = flatout("run", "--plan", "plan.toml", "python", "train.py")
     assert (plain.code, under.code) == (0, 0), under.err
@@ -143,13 +146,33 @@ def test_ranks_of_its_own_are_left_alone(flatout, script):
     assert "it trains in processes that it starts itself" in refused.err
     assert re.search(r"Leave --procs away.*: flatout run python train\.py$", refused.err, re.MULTILINE)
     assert refused.out == ""
+    assert plain.left == under.left == refused.left == []
 
-    # Somebody has written the division into a plan, so that nothing was rehearsed.
-    divided = flatout("run", "--procs", "2", "--plan", "division.toml", "python", "train.py")
-    assert divided.code != 0
-    assert "CannotDivide: the script divides itself" in divided.err
-    assert not re.search("^0x", divided.out, re.MULTILINE)
-    assert plain.left == under.left == refused.left == divided.left == []
+
+def test_a_division_that_nobody_has_rehearsed_is_refused_by_the_rank_itself():
+    """Somebody has written it into a plan, and each of N ranks would make N more."""
+    ledger, really = Ledger(), torch.distributed.init_process_group
+    one_process(torch, ledger)
+    try:
+        for name in (torch.distributed, torch.distributed.distributed_c10d):
+            with pytest.raises(CannotDivide, match="the script divides itself"):
+                name.init_process_group("gloo")
+        assert for_ourselves(torch) is really
+    finally:
+        ledger.restore()
+    assert torch.distributed.init_process_group is really
+    must_be_the_rank(torch)  # this process is nobody's child
+    child = torch.multiprocessing.get_context("fork").Process(target=refuses)
+    child.start()
+    child.join()
+    assert child.exitcode == 7
+
+
+def refuses():
+    try:
+        must_be_the_rank(torch)
+    except CannotDivide:
+        os._exit(7)
 
 
 def test_the_right_command_is_named(tmp_path, monkeypatch):
