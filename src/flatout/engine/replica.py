@@ -61,6 +61,8 @@ class StepReplica:
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
         step = self.scene.steps
+        if self.scene.divided is not None and self.scene.divided.sharding is not None:
+            self.failure = "each rank has a part of the weights, and none can do a step alone"  # nor copy them: all would have to take part
         if self.failure or (step not in self._steps and len(self._steps) >= self._wanted):
             return
         try:

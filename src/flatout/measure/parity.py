@@ -21,10 +21,10 @@ def tensors_in(thing: Any, torch: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def digest(tensors: Any, torch: Any) -> str:
-    """Sixteen hex digits over dtype, shape and bytes; the memory layout does not count."""
+    """Sixteen hex digits over dtype, shape and bytes; the memory layout does not count. Of a tensor that is divided over ranks this rank's part counts."""
     sum_ = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        flat = tensor.detach()
+        flat = getattr(tensor, "_local_tensor", tensor).detach()  # a DTensor
         flat = flat.values() if flat.is_nested else flat
         flat = flat.to_dense() if flat.layout != torch.strided else flat
         flat = flat if flat.is_meta else flat.cpu().contiguous()
