@@ -101,8 +101,8 @@ class Rehearsal:
         self.stage("rehearsing", f"one process has run out of memory: the first steps as {self.procs} ranks that divide the weights, not the batches")
         try:
             return self._heard(self.ranks_of(self.command), Plan((Choice(LEVER, {"batches": "same", "loaders": ""}), *choices(True))))
-        except ProgramGone:
-            raise _failed(record) from None
+        except ProgramGone as gone:
+            raise _failed(record, f"; nor do {self.procs} ranks that divide its weights: {last_line(gone.record)}") from None
 
     def _memory(self, witness: dict[str, Any], alone: bool) -> None:
         found = verdict(self.shard if alone else ALWAYS, witness["held"], witness["device"], self.facts, self.procs)
@@ -228,9 +228,9 @@ def _numbers(losses: Sequence[str]) -> list[float]:
     return [float.fromhex(loss) for loss in losses]
 
 
-def _failed(record: TrialRecord) -> Exception:
+def _failed(record: TrialRecord, besides: str = "") -> Exception:
     said = record.log_tail.strip() or record.reason
-    return ProgramFailed(f"the program does not train as one process ({last_line(record)}):\n\n{said}", record.exit_code or 1)
+    return ProgramFailed(f"the program does not train as one process ({last_line(record)}{besides}):\n\n{said}", record.exit_code or 1)
 
 
 def last_line(record: TrialRecord) -> str:
