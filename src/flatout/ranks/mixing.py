@@ -31,7 +31,7 @@ class Mixing:
             return mixing._called(func, args, kwargs or {})
 
         ledger.set(DTensor, "__torch_function__", classmethod(function))
-        ledger.set(DTensor, "__repr__", lambda tensor, **words: repr(mixing.whole(tensor)))
+        ledger.set(DTensor, "__repr__", lambda tensor, **words: mixing._printed(tensor))
         self._stand_in = _stand_in_class(torch)
 
     # -- parts and wholes -------------------------------------------------------------------------------------------
@@ -151,13 +151,15 @@ class Mixing:
 
         return tree_map_only(self.torch.Tensor, change, (tuple(args), kwargs))
 
+    def _printed(self, tensor: Any) -> str:
+        with self.torch.no_grad():
+            return repr(self.whole(tensor))
+
     def _copied(self, tensor: Any, memo: dict[int, Any]) -> Any:
         """``copy.deepcopy`` of a weight gives a whole one."""
         if id(tensor) not in memo:
             with self.torch.no_grad():
-                memo[id(tensor)] = made = copy.deepcopy(self.whole(tensor))
-                if tensor.grad is not None:
-                    made.grad = self.whole(tensor.grad)
+                memo[id(tensor)] = copy.deepcopy(self.whole(tensor))
         return memo[id(tensor)]
 
     def _entries_set(self, tensor: Any, where: Any, value: Any) -> None:

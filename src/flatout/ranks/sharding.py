@@ -150,7 +150,7 @@ class Sharding:
         return _get_module_state(module)
 
     def _groups(self, module: Any) -> list[Any]:
-        """Of weights that travel together. FSDP2 before torch 2.12 had one a module."""
+        """Of weights that travel together. Where FSDP2 has one a module, it has another name."""
         state = self._state(module)
         groups = getattr(state, "_fsdp_param_groups", None)
         return list(groups) if groups is not None else [group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None]
