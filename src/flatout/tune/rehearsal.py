@@ -105,7 +105,7 @@ class Rehearsal:
         try:
             return self._heard(self.ranks_of(self.command), Plan((Choice(LEVER, {"batches": "same", "loaders": ""}), *choices(True))))
         except ProgramGone as gone:
-            raise _failed(record, f"; nor do {self.procs} ranks that divide its weights: {last_line(gone.record)}") from None
+            raise _failed(record, f"; nor do {self.procs} ranks that divide its weights: {gone.record.last_line}") from None
 
     def _memory(self, witness: dict[str, Any], alone: bool) -> None:
         found = verdict(self.shard if alone else ALWAYS, witness["held"], witness["device"], self.facts, self.procs)
@@ -237,13 +237,4 @@ def _numbers(losses: Sequence[str]) -> list[float]:
 
 def _failed(record: TrialRecord, besides: str = "") -> Exception:
     said = record.log_tail.strip() or record.reason
-<<<<<<< HEAD
-    return ProgramFailed(f"the program does not train as one process ({record.last_line}):\n\n{said}", record.exit_code or 1)
-=======
-    return ProgramFailed(f"the program does not train as one process ({last_line(record)}{besides}):\n\n{said}", record.exit_code or 1)
-
-
-def last_line(record: TrialRecord) -> str:
-    lines = (record.reason or record.log_tail).strip().splitlines()
-    return lines[-1].strip().rstrip(".")[:300] if lines else record.status
->>>>>>> 2f522e23531d0d2802a85ebc238c00b5a5e2ff59
+    return ProgramFailed(f"the program does not train as one process ({record.last_line}{besides}):\n\n{said}", record.exit_code or 1)
