@@ -42,7 +42,7 @@ from flatout.probe.machine import look
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.witness import ENTRY
 from flatout.tune.ranks import SHARE, beside_one_process
-from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed, last_line
+from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed
 from flatout.tune.search import observe
 from flatout.tune.tuning import Goal, Tuning
 
@@ -95,7 +95,7 @@ def run(script: dict[str, Any], folder: Path, procs: int, facts: Facts) -> dict[
                 entry["one"] = [course(command, Plan(), job, facts, seed) for seed in (0, 1, 2)]
             return entry
     except ProgramGone as gone:
-        return {**entry, "failed": last_line(gone.record)}
+        return {**entry, "failed": gone.record.last_line}
     except FlatoutError as error:
         return {"failed": str(error).splitlines()[0]}
     finally:
