@@ -43,7 +43,7 @@ def train(steps: int = 4) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("event", [event for event in EVENTS if not event.startswith("exchange")])  # one process exchanges nothing
 def test_program_trains_on(event):
     plain = train()
     ledger, listener = Ledger(), Clumsy(event)

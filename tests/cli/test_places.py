@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from flatout.cli import places
+from flatout.cli import places, ranks
 from flatout.cli.arguments import PROGRAM, program
 from flatout.launch.command import Command
 from flatout.launch.elastic import agent_command, asked_of_agent
@@ -18,15 +18,15 @@ from flatout.plan.errors import FlatoutError
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--procs", type=int)
-@click.option("--gpus", type=int)
+@ranks.options
 @places.options
 @program
-def run(procs, gpus, words, **given):
+def run(words, **given):
+    asked = ranks.ranks_asked(given)
     assert set(given) == set(places.NAMES)
     command = Command(tuple(words), tuple(words))
     try:
-        place = places.place_of(given, procs, gpus)
+        place = places.place_of(given, asked)
         if place is None:
             click.echo("here")
         elif place.cluster:

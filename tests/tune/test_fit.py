@@ -16,7 +16,7 @@ from flatout.plan.words import Effect, Origin, Status
 from flatout.probe.machine import look
 from flatout.tune.candidates import Candidate, consider
 from flatout.tune.fit import Measured, _chosen, fit
-from flatout.tune.search import _observe
+from flatout.tune.search import observe
 from flatout.tune.session import verdict
 from flatout.tune.tuning import Goal, Tuning
 
@@ -46,7 +46,7 @@ def test_the_frontier_of_a_real_program(tmp_path, monkeypatch):
     session = SessionRecord(["python", "train.py"], str(tmp_path), {}, budget_s=1000.0)
     tuning = Tuning(understand(("python", "train.py")), JobFolder(tmp_path / "job").make(), look(), session, Goal(1000.0, memory_limit_bytes=10**9))
     try:
-        _observe(tuning)
+        observe(tuning)
         assert tuning.candidates["recompute"].for_memory
         assert not tuning.candidates["recompute"].open  # no race for what is slower on purpose
         monkeypatch.setattr("flatout.tune.fit.LONGEST_LIVE_S", 0.1)
