@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from flatout.plan.plan import Choice, Plan
 from flatout.tune.ranks import base_plan, unfit
 from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed
 from flatout.tune.session import job_folder, key_of
-from flatout.tune.sharding import ALWAYS, AUTO
+from flatout.tune.sharding import ALWAYS, NEVER
 from flatout.tune.sharding import LEVER as SHARDING
 
 REHEARSAL_S = 120.0  # about; shown, not enforced
@@ -62,9 +63,10 @@ def plan_of_ranks(command: Command, facts: Facts, plan: Plan, chosen: Sequence[C
 
     ``first``: this node finds out how the program divides; the others take what it has found. Raises CannotDivide, ProgramFailed.
     """
-    given = plan.get(LEVER)
+    given, parts = plan.get(LEVER), plan.get(SHARDING) if asked.shard != NEVER else None
+    asked = replace(asked, shard=ALWAYS) if parts is not None else asked
     value = given.value if given is not None and isinstance(given.value, dict) else None
-    shards = asked.shard == ALWAYS or (asked.shard == AUTO and plan.get(SHARDING) is not None)
+    shards = asked.shard == ALWAYS
     if value is None and first:
         value, found = rehearsed(command, facts, asked)
         shards = found.shards
@@ -72,11 +74,11 @@ def plan_of_ranks(command: Command, facts: Facts, plan: Plan, chosen: Sequence[C
             say(found.memory)
     base = base_plan(value or {}, shards)
     table, by_name = {lever.name: lever for lever in TABLE}, {choice.name for choice in chosen}
-    asked_of = [choice for choice in plan if choice.name in table and choice.name not in (LEVER, SHARDING)]
-    kept = [choice for choice in asked_of if choice.name in by_name or not unfit(table[choice.name], base)]
-    left_out = [choice.name for choice in asked_of if choice not in kept]
+    others = [choice for choice in plan if choice.name not in (LEVER, SHARDING)]
+    left_out = [choice for choice in others if choice.name in table and choice.name not in by_name and unfit(table[choice.name], base)]
     if left_out:
-        say(f"with several ranks these levers of the plan are left out: {', '.join(left_out)}")
+        say(f"with several ranks these levers of the plan are left out: {', '.join(choice.name for choice in left_out)}")
+    kept = [*(choice for choice in others if choice not in left_out), *([parts] if parts is not None else [])]
     return Plan(tuple(kept)).on_top_of(base)
 
 
