@@ -12,26 +12,37 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(400)
 
 TRAINS = """
-import os, torch
+import os, sys, torch
 from torch import nn
 data = torch.utils.data.TensorDataset(torch.randn(90, 8, generator=torch.Generator().manual_seed(3)), torch.arange(90) % 3)
 torch.manual_seed(0)
 loader = torch.utils.data.DataLoader(data, batch_size=20, shuffle=True)
 held_out = torch.utils.data.DataLoader(data, batch_size=45)
 model = nn.DataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)))
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+class Centred(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if self.training else super().forward(x) - super().forward(x).mean(0)
+centred = Centred(8, 3)  # looks from sample to sample as it is evaluated
+evaluated = [0, 0]
+def count(module, args, output):
+    evaluated[module is centred] += 0 if module.training else len(output)
+for each in (model.module[0], centred):
+    each.register_forward_hook(count)
+optimizer = torch.optim.Adam([*model.parameters(), *centred.parameters()], lr=0.01)
 if not os.path.isdir("runs"):
     os.mkdir("runs")
 best = 1e9
 for epoch in range(int(os.environ.get("EPOCHS", 4))):
     for x, y in loader:
-        loss = nn.functional.cross_entropy(model(x), y)
+        loss = nn.functional.cross_entropy(model(x), y) + 0.1 * centred(x).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         print(f"{epoch} {loss.item():.4f}")
+    model.eval(), centred.eval()
     with torch.no_grad():
-        value = sum(nn.functional.cross_entropy(model(x), y, reduction="sum").item() for x, y in held_out) / 90
+        value = sum(nn.functional.cross_entropy(model(x), y, reduction="sum").item() + centred(x).square().sum().item() for x, y in held_out) / 90
+    model.train(), centred.train()
     print(f"held out {value:.4f} of {len(held_out)}")
     with open("runs/log.txt", "a") as log:
         log.write(f"{epoch} {value:.4f}\\n")
@@ -42,6 +53,7 @@ model.load_state_dict(torch.load("runs/best.pt"))
 if os.environ.get("FAILS") == os.environ.get("FLATOUT_RANK", "-"):
     raise ValueError("a fault of this rank alone")
 print("done", len(os.listdir("runs")))
+sys.stderr.write(f"rows of evaluations: {evaluated}\\n")
 """
 
 CONTRASTS = """
@@ -78,11 +90,15 @@ def test_a_script_for_one_process_as_two(flatout, script):
         folder.mkdir()
         (folder / "train.py").write_text(TRAINS)
     one = flatout("train.py", python=[sys.executable], cwd=folders[0])
-    two = flatout("run", "--procs", "2", "python", "train.py", cwd=folders[1], timeout=150)
+    two = flatout("run", "--procs", "2", "--divide-evaluation", "python", "train.py", cwd=folders[1], timeout=150)
     assert (one.code, two.code) == (0, 0), two.err
     assert len(two.out.splitlines()) == len(one.out.splitlines())
     assert numbers(two.out) == pytest.approx(numbers(one.out), abs=2e-4)
     assert "rehearsing" in two.err
+    # Each of 4 epochs looks at 90 samples in two batches; rank 0 computes 23 of 45, and the first batch both ways.
+    # What looks from sample to sample stays whole, or the losses that are printed would differ.
+    assert "rows of evaluations: [360, 360]" in one.err
+    assert f"rows of evaluations: [{45 + 8 * 23}, 360]" in two.err
     assert "applied data_parallel(batches=index" in two.err
     assert (folders[1] / "runs" / "log.txt").read_text().count("\n") == 4
     a, b = (torch.load(folder / "runs" / "best.pt") for folder in folders[:2])

@@ -48,7 +48,7 @@ def rehearsed(command: Command, facts: Facts, asked: RanksAsked) -> tuple[dict[s
     if found.division is None:
         raise CannotDivide(f"this program is not run as {asked.procs} ranks: {found.why_not}. {found.instead}\n"
                            f"What was seen of it is in {folder.ranks}.")
-    return ({**found.division, "batchnorm": "all"} if asked.sync_batchnorm else found.division), found
+    return {**found.division, **asked.words}, found
 
 
 def _rehearse(command: Command, facts: Facts, asked: RanksAsked, folder: JobFolder) -> Rehearsed:

@@ -15,23 +15,33 @@ OPTIONS = (
     click.option("--gpus", default=0, type=click.IntRange(0), help="The same with one CUDA device each."),
     click.option("--sync-batchnorm", is_flag=True, help="With several ranks: batch normalisation over the whole batch, for an exchange a layer."),
     click.option("--whole", is_flag=True, help="With several ranks: the script sees whole batches on each; all that it counts is of the whole."),
+    click.option("--divide-evaluation", is_flag=True, help="With several ranks: each computes its share of what is evaluated; else all of it on every rank."),
     click.option("--shard", default="auto", show_default=True, type=click.Choice(["auto", "always", "never"]),
                  help="With several ranks: each keeps a part of weights, gradients and optimizer state; auto where they do not fit."),
     click.option("--rehearse", is_flag=True, help="With several ranks: compare them with one process once more, though it was done before."),
 )
+NAMES = ("procs", "gpus", "sync-batchnorm", "whole", "divide-evaluation", "shard", "rehearse")
 
 
 @dataclass(frozen=True)
 class RanksAsked:
     """``procs`` ranks; ``gpus``: with a CUDA device each. ``sync_batchnorm``: batch normalisation looks at all ranks. ``whole``: the script sees whole
-    batches. ``shard``: whether each rank keeps a part of weights, gradients and optimizer state. ``again``: rehearse though it was done before."""
+    batches. ``divide_evaluation``: each rank computes its share. ``shard``: whether each keeps a part of weights, gradients and optimizer state.
+    ``again``: rehearse though it was done before.
+    """
 
     procs: int
     gpus: bool = False
     sync_batchnorm: bool = False
     whole: bool = False
+    divide_evaluation: bool = False
     shard: str = "auto"
     again: bool = False
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Of the value of `data_parallel`, those that a person decides."""
+        return {**({"batchnorm": "all"} if self.sync_batchnorm else {}), **({"evaluation": "divided"} if self.divide_evaluation else {})}
 
     @property
     def several(self) -> bool:
@@ -57,7 +67,7 @@ def options(command: Callable) -> Callable:
 
 def ranks_asked(given: dict[str, Any]) -> RanksAsked:
     """Takes the values of the options out of ``given``. Raises UsageError."""
-    procs, gpus, sync_batchnorm, whole, shard, again = (given.pop(name) for name in ("procs", "gpus", "sync_batchnorm", "whole", "shard", "rehearse"))
+    procs, gpus, sync_batchnorm, whole, evaluation, shard, again = (given.pop(option.replace("-", "_")) for option in NAMES)
     if gpus and procs > 1 and gpus != procs:
         raise UsageError(f"--procs {procs} and --gpus {gpus} do not agree; --gpus {gpus} alone starts {gpus} ranks with a GPU each.")
-    return RanksAsked(max(procs, gpus), bool(gpus), sync_batchnorm, whole, shard, again)
+    return RanksAsked(max(procs, gpus), bool(gpus), sync_batchnorm, whole, evaluation, shard, again)

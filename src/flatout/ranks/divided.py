@@ -3,7 +3,7 @@
     a batch             each rank computes its own samples of it (batches.py)
     the first forward   parameters and buffers are made equal to rank 0's
     a backward pass     begins with the share's weight, ends with the exchange of gradients (exchange.py); the loss then reads as that of the whole batch
-    an evaluation       runs whole on every rank, with rank 0's buffers
+    an evaluation       runs whole on every rank, with rank 0's buffers; divided where that is asked for (evaluating.py)
 
 What the script decides from a loss, a gradient or an evaluation it therefore decides alike on every rank.
 """
@@ -13,13 +13,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from flatout.plan.standing import Standing
 from flatout.ranks.alone import must_be_the_rank, one_device, one_process
 from flatout.ranks.batches import Batches
-from flatout.ranks.division import ALL, CUT, DOOR, INDEX, OWN, SUM, WHOLE, Division
+from flatout.ranks.division import ALL, CUT, DIVIDED, DOOR, INDEX, OWN, SUM, WHOLE, Division
+from flatout.ranks.evaluating import Evaluating
 from flatout.ranks.exchange import Exchange
 from flatout.ranks.gathering import put_together
 from flatout.ranks.meeting import join
@@ -38,6 +39,7 @@ class Divided:
     def __init__(self, torch: Any, scene: Any, here: Standing, division: Division, ledger: Any) -> None:
         self.torch, self.scene, self.here, self.division, self.ledger = torch, scene, here, division, ledger
         self.batches = Batches(torch, scene, here, division)
+        self.evaluating = Evaluating(torch, scene, here)
         self.joined = False
         self.roots: list[weakref.ref[Any]] = []
         self.depth = 0  # of forward passes of the roots
@@ -109,7 +111,7 @@ class Divided:
             over_all_ranks(self.torch, module, self.ledger)
         elif any(isinstance(each, self.torch.nn.modules.batchnorm._BatchNorm) for each in module.modules()):
             self.scene.report(NAME, STATISTICS)
-        self.scene.wrap_forward(module, self._wrap_forward, self.ledger)
+        self.scene.wrap_forward(module, partial(self._wrap_forward, module), self.ledger)
 
     def _make_equal(self, tensors: Iterable[Any]) -> None:
         """What rank 0 has, every rank has."""
@@ -119,7 +121,7 @@ class Divided:
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.data.copy_(dense)
 
-    def _wrap_forward(self, forward: Callable) -> Callable:
+    def _wrap_forward(self, module: Any, forward: Callable) -> Callable:
         divided, torch = self, self.torch
 
         @wraps(forward)
@@ -129,6 +131,8 @@ class Divided:
             at_the_door = divided.division.batches in (DOOR, WHOLE) and torch.is_grad_enabled() and not divided.in_backward
             if not torch.is_grad_enabled():
                 divided._before_evaluation()
+                if divided.division.evaluation == DIVIDED and not divided.in_backward and not divided._in_worker():
+                    return divided._evaluated(module, forward, args, kwargs)
             elif at_the_door:
                 args, kwargs = divided._through_the_door(args, kwargs)
             divided.depth += 1
@@ -142,6 +146,13 @@ class Divided:
             return divided._behind_the_door(output) if at_the_door else output
 
         return forward_divided
+
+    def _evaluated(self, module: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        self.depth += 1
+        try:
+            return self.evaluating(module, forward, args, kwargs)
+        finally:
+            self.depth -= 1
 
     def _in_worker(self) -> bool:
         """Whether this process serves a DataLoader, and trains nothing."""

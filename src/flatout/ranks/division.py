@@ -9,7 +9,8 @@ from typing import Any
 MEAN, SUM = "mean", "sum"
 INDEX, CUT, DOOR, WHOLE, SAME = "index", "cut", "door", "whole", "same"
 OWN, ALL = "own", "all"
-WORDS = {"reduction": (MEAN, SUM), "batches": (INDEX, CUT, DOOR, WHOLE, SAME), "batchnorm": (OWN, ALL), "draws": (OWN, ALL)}
+DIVIDED = "divided"
+WORDS = {"reduction": (MEAN, SUM), "batches": (INDEX, CUT, DOOR, WHOLE, SAME), "batchnorm": (OWN, ALL), "draws": (OWN, ALL), "evaluation": (WHOLE, DIVIDED)}
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Division:
     model; ``whole``: cut at the door, and what the model gives put together behind it, so that the script sees whole batches and its loss may be anything;
     ``same``: not divided, every rank computes all of each batch, as one process does.
     ``batchnorm``: statistics of each rank's own share or of all. ``draws``: random numbers of each rank's own, or those of one process.
+    ``evaluation``: whole on every rank, or divided, and what the model gives put together.
     """
 
     reduction: str = MEAN
@@ -27,6 +29,7 @@ class Division:
     loaders: tuple[int, ...] = (0,)
     batchnorm: str = OWN
     draws: str = OWN
+    evaluation: str = WHOLE
 
     @classmethod
     def read(cls, value: Any) -> Division:
