@@ -10,9 +10,9 @@ import pytest
 
 from flatout.capture.ledger import Ledger
 from flatout.launch.command import Command, understand
+from flatout.plan.errors import CannotDivide
 from flatout.plan.records import TrialRecord
 from flatout.ranks.alone import for_ourselves, must_be_the_rank, one_process
-from flatout.ranks.shares import CannotDivide
 from flatout.tune.divides_itself import how, meant, missing
 
 torch = pytest.importorskip("torch")
