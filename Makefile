@@ -1,5 +1,7 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Both make their own virtual environment.
 PYTHON ?= python3
+# One more than cores: a fifth of the time a test waits for a program that is stopped, hangs or is given time to end.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
@@ -18,7 +20,7 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/ruff check src tests bench examples
 	$(BIN)/mypy
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 9 --dist loadfile
 
 clean:
 	rm -rf $(VENV) .flatout dist build
