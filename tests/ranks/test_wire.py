@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,12 +14,8 @@ pytestmark = pytest.mark.timeout(150)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wire")
-    words = [sys.executable, "-m", "flatout.launch.gang", "--procs", "2", "--", sys.executable, str(PROGRAM), str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=140, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+def found(as_two_ranks):
+    return as_two_ranks(PROGRAM)
 
 
 def apart(a, b):

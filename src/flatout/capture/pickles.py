@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from flatout.capture.ledger import Ledger
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 BESIDES = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
@@ -32,10 +33,16 @@ def _without_ours(held: Any, owner: type) -> Any:
     state = dict(held)
     if getattr(state.get("forward"), "flatout", False):
         del state["forward"]
+    return without_hooks(state, lambda hook: isinstance(getattr(hook, "__self__", None), owner))
+
+
+def without_hooks(held: dict[str, Any], is_ours: Callable[[Any], bool]) -> dict[str, Any]:
+    """The state of a module without the hooks that are ours."""
+    state = dict(held)
     ours: set[int] = set()
     for name in HOOKS:
         hooks = state.get(name) or {}
-        mine = {key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), owner)}
+        mine = {key for key, hook in hooks.items() if is_ours(hook)}
         if mine:
             state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in mine)
             ours |= mine

@@ -23,7 +23,7 @@ from flatout.capture.batches import rows, samples_in
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Guarded, Listener
 from flatout.capture.loaders import FeedRule, LoaderRule, Loaders, way_of
-from flatout.capture.pickles import keep_out_of_pickles
+from flatout.capture.pickles import keep_out_of_pickles, without_hooks
 from flatout.capture.scalers import Scalers
 from flatout.capture.steps import StepBoundaries
 
@@ -167,6 +167,8 @@ class Scene:
     def rows_of(batch: Any, samples: int, start: int, stop: int) -> Any:
         """Some samples of a batch."""
         return rows(batch, samples, start, stop)
+
+    without_hooks = staticmethod(without_hooks)  # for who must not import this room
 
     def without_scale(self, loss: Any) -> Any:
         """The loss that a GradScaler has scaled to this one, or this one itself."""

@@ -17,8 +17,6 @@ STATE_PREFIX = "__composable_api"  # what fully_shard keeps in a module
 MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 OF_TORCH = ("torch.distributed.fsdp", "torch.distributed._composable")
 OURS = "flatout.ranks.sharding"
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-BESIDES = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 class Formats:
@@ -114,14 +112,22 @@ class Formats:
         return apply
 
     def _reduce(self, really: Callable) -> Callable:
+        formats = self
+
         @wraps(really)
         def reduce_without_ranks(module: Any, protocol: Any) -> Any:
             answer = really(module, protocol)
             if not isinstance(answer, tuple) or len(answer) < 3 or not isinstance(answer[2], dict):
                 return answer
-            return (*answer[:2], _without_ranks(answer[2]), *answer[3:])
+            return (*answer[:2], formats._without_ranks(answer[2]), *answer[3:])
 
         return reduce_without_ranks
+
+    def _without_ranks(self, held: dict[str, Any]) -> dict[str, Any]:
+        """What a module is pickled or copied with, without what FSDP2 and we have put into it."""
+        state = {name: value for name, value in held.items() if not name.startswith(STATE_PREFIX) and name not in MARKS}
+        found: dict[str, Any] = self.sharding.scene.without_hooks(state, _is_ours)
+        return found
 
     def _plain(self, really: Callable) -> Callable:
         formats = self
@@ -132,22 +138,6 @@ class Formats:
             return formats.mixing.whole(norm) if formats.sharding.holds(norm) else norm
 
         return plain
-
-
-def _without_ranks(held: dict[str, Any]) -> dict[str, Any]:
-    """What a module is pickled or copied with, without what FSDP2 and we have put into it."""
-    state = {name: value for name, value in held.items() if not name.startswith(STATE_PREFIX) and name not in MARKS}
-    ours: set[int] = set()
-    for name in HOOKS:
-        hooks = state.get(name) or {}
-        mine = {key for key, hook in hooks.items() if _is_ours(hook)}
-        if mine:
-            state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in mine)
-            ours |= mine
-    for name in BESIDES if ours else ():
-        if name in state:
-            state[name] = type(state[name])((key, value) for key, value in state[name].items() if key not in ours)
-    return state
 
 
 def _is_ours(hook: Any) -> bool:
