@@ -39,7 +39,7 @@ def test_a_file_gets_one_line_at_the_end_and_the_output_stays(flatout, script):
     assert 500 < steps <= 512
     assert samples == pytest.approx(16 * rate, rel=0.02)
     assert re.search(r"waits for data \d+ %", summary)
-    assert re.search(r"at most [\d.]+ [MG]iB", summary)
+    assert re.search(r"at most [\d.,]+ [MG]iB", summary)
 
 
 def test_a_terminal_has_a_row_of_its_own_and_gets_it_back(flatout, script):
