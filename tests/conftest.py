@@ -240,6 +240,19 @@ def thawed() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[str]:
+    """The address of a real Ray cluster: two nodes on this machine, of 2 and 1 CPUs."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    found.add_node(num_cpus=1)
+    yield found.address
+    ray.shutdown()
+    found.shutdown()
+
+
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     if config.stash.get(NOT_RUN, 0):
         terminalreporter.write_line(f"{config.stash[NOT_RUN]} tests for a GPU: not run, there is no CUDA device here")

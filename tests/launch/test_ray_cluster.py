@@ -41,19 +41,6 @@ def test_a_node_is_told_what_differs_from_this_process(tmp_path, monkeypatch):
     assert told == Work(("python", "train.py"), os.getcwd(), {"HERE": "after", "NEW": "1"}, '{"plan": 1}')
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    from ray.cluster_utils import Cluster
-
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    found.add_node(num_cpus=1)
-    yield found.address
-    import ray
-
-    ray.shutdown()
-    found.shutdown()
-
-
 @there
 def test_ranks_on_two_nodes_know_themselves_and_rank_0_is_heard(cluster, tmp_path):
     heard = []

@@ -29,19 +29,6 @@ pytestmark = [pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason
 CONTEST = "flatout.cli.contest"
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    from ray.cluster_utils import Cluster
-
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    found.add_node(num_cpus=1)
-    yield found.address
-    import ray
-
-    ray.shutdown()
-    found.shutdown()
-
-
 @pytest.fixture
 def tuning(cluster, tmp_path, monkeypatch, tiny):
     (tmp_path / "train.py").write_text(tiny)

@@ -20,7 +20,6 @@ OPTIONS = (
                  help="With several ranks: each keeps a part of weights, gradients and optimizer state; auto where they do not fit."),
     click.option("--rehearse", is_flag=True, help="With several ranks: compare them with one process once more, though it was done before."),
 )
-NAMES = ("procs", "gpus", "sync-batchnorm", "whole", "divide-evaluation", "shard", "rehearse")
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,8 @@ def options(command: Callable) -> Callable:
 
 def ranks_asked(given: dict[str, Any]) -> RanksAsked:
     """Takes the values of the options out of ``given``. Raises UsageError."""
-    procs, gpus, sync_batchnorm, whole, evaluation, shard, again = (given.pop(option.replace("-", "_")) for option in NAMES)
+    procs, gpus = given.pop("procs"), given.pop("gpus")
     if gpus and procs > 1 and gpus != procs:
         raise UsageError(f"--procs {procs} and --gpus {gpus} do not agree; --gpus {gpus} alone starts {gpus} ranks with a GPU each.")
-    return RanksAsked(max(procs, gpus), bool(gpus), sync_batchnorm, whole, evaluation, shard, again)
+    return RanksAsked(max(procs, gpus), bool(gpus), again=given.pop("rehearse"),
+                      **{name: given.pop(name) for name in ("sync_batchnorm", "whole", "divide_evaluation", "shard")})

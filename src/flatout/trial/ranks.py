@@ -7,23 +7,35 @@ one step later: no rank comes to the end of that step before the measured one ha
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+from flatout.measure.clock import seconds, sleep
 from flatout.plan.folder import TrialFolder, read_json, write_json
 from flatout.plan.plan import Choice
 from flatout.plan.standing import standing
 from flatout.plan.words import Origin
+from flatout.trial.listening import Listening
+
+HEARD_S = 30.0  # for what the other ranks have heard: they are at the end of the same step
+POLL_S = 0.01
 
 
 class Ranks:
-    """``rank`` of ``world``; ``local_world`` of them are on this machine. ``measurable``: of ours only rank 0 may be the one that is measured."""
+    """``rank`` of ``world``; ``local_world`` of them are on this machine. ``measurable``: of ours only rank 0 may be the one that is measured. ``outside()``
+    lets us read and write where the program itself may not. ``due``: in the measured rank, what all do at the end of the step under way.
+    """
 
-    def __init__(self, folder: TrialFolder) -> None:
+    def __init__(self, folder: TrialFolder, listening: Listening, outside: Callable[[], AbstractContextManager[Any]]) -> None:
         here = standing()
         of_torchrun = [int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))]
         self.rank, self.world, self.local_world = (here.rank, here.world_size, here.local_world_size) if here is not None else of_torchrun
         self.measurable = here is None or here.rank == 0
-        self._folder = folder
+        self.due: dict[str, Any] | None = None
+        self._folder, self._listening, self._outside = folder, listening, outside
+        self._since = 0  # the step after which all have opened an ear
+        self._ticks_left = 0  # of that ear, in a rank that is not measured
         self._known = 0
         self._next: dict[str, Any] | None = None
 
@@ -31,31 +43,72 @@ class Ranks:
     def several(self) -> bool:
         return self.world > 1
 
-    def tell(self, command: dict[str, Any], step: int) -> None:
-        """Said by the measured rank: what all ranks do when ``step`` has ended."""
-        write_json(self._folder.told, {**command, "step": step})
+    # -- the measured rank ------------------------------------------------------------------------------------------
 
-    def heard(self, step: int) -> dict[str, Any] | None:
-        """What is due now that ``step`` has ended, for a rank that is not measured."""
-        try:
-            changed = os.stat(self._folder.told).st_mtime_ns
-        except OSError:
-            return None
-        if changed != self._known:
-            self._known, self._next = changed, read_json(self._folder.told)
+    def concerns_all(self, command: dict[str, Any]) -> bool:
+        return self.several and bool(command["do"] == "switch" or command.get("everywhere"))
+
+    def tell(self, command: dict[str, Any], step: int) -> None:
+        """What all ranks do when ``step`` has ended."""
+        self.due, self._since = command, step
+        with self._outside():
+            write_json(self._folder.told, {**command, "step": step})
+
+    def take_due(self) -> dict[str, Any] | None:
+        due, self.due = self.due, None
+        return due
+
+    def heard_by_all(self, heard: dict[str, Any]) -> dict[str, Any]:
+        """``heard`` by this rank, and what the others heard in the same steps."""
+        late_s = seconds() + HEARD_S
+        while True:
+            with self._outside():
+                others = [read_json(self._folder.of_rank(rank)) for rank in range(self.world) if rank != self.rank]
+            told = [each for each in others if each is not None and each["since"] == self._since]
+            if len(told) == len(others):
+                return {"ranks": [heard, *told]}
+            if seconds() > late_s:
+                return {"why_not": f"a rank did not tell within {HEARD_S:.0f} s what it had heard"}
+            sleep(POLL_S)
+
+    # -- every other one --------------------------------------------------------------------------------------------
+
+    def follow(self, step: int, switch: Callable[[Sequence[Choice]], Any]) -> None:
+        """At the end of each step: hear it, tell what was heard, do what is due."""
+        if self._listening.ear is not None:
+            self._listening.tick()
+            self._ticks_left -= 1
+            if not self._ticks_left:
+                self._report(self._listening.end())
+        command = self._due_after(step)
+        if command is None:
+            return
+        if command["do"] == "switch":
+            switch(choices_of(command["choices"]))
+            return
+        self._since = command["step"]
+        failed = self._listening.begin(command)
+        if self._listening.ear is not None:
+            self._ticks_left = self._listening.ear.ticks
+        else:
+            self._report({"why_not": failed})
+
+    def _due_after(self, step: int) -> dict[str, Any] | None:
+        with self._outside():
+            try:
+                changed = os.stat(self._folder.told).st_mtime_ns
+            except OSError:
+                return None
+            if changed != self._known:
+                self._known, self._next = changed, read_json(self._folder.told)
         if self._next is None or step < self._next["step"]:
             return None
         due, self._next = self._next, None
         return due
 
-    def report(self, step: int, heard: dict[str, Any]) -> None:
-        """What this rank has heard since ``step``, for the measured one."""
-        write_json(self._folder.of_rank(self.rank), {"since": step, **heard})
-
-    def reports(self, step: int) -> list[dict[str, Any]] | None:
-        """What the other ranks have heard since ``step``; None as long as one of them has not reported."""
-        found = [read_json(self._folder.of_rank(rank)) for rank in range(self.world) if rank != self.rank]
-        return found if all(each is not None and each["since"] == step for each in found) else None
+    def _report(self, heard: dict[str, Any]) -> None:
+        with self._outside():
+            write_json(self._folder.of_rank(self.rank), {"since": self._since, **heard})
 
 
 def choices_of(data: list[dict[str, Any]]) -> list[Choice]:

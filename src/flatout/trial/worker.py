@@ -36,7 +36,7 @@ from flatout.engine.applier import EARLY, LATE, Applier, Outcome
 from flatout.engine.draws import Draws
 from flatout.engine.replay import shake
 from flatout.engine.replica import StepReplica
-from flatout.measure.clock import HostClock, clock_for, seconds, sleep
+from flatout.measure.clock import HostClock, clock_for, seconds
 from flatout.measure.load import copies_that_fit, peak_bytes
 from flatout.measure.phases import PhaseRecorder
 from flatout.measure.statistics import block_ms, median
@@ -57,8 +57,6 @@ SLOW_MS = 1000.0  # each step of a replica is done three times over
 TICKS_OF_A_COMPILER = 4  # shapes, train and eval, the graph recorded: each may cost one
 CLOSURE_PASSES = 4  # so many backward passes inside one optimizer step, and a second gone: the pass is the tick
 CLOSURE_S = 1.0
-RANKS_S = 30.0  # for what the other ranks have heard: they are at the end of the same step
-POLL_S = 0.01
 
 
 class StopTrial(SystemExit):
@@ -86,7 +84,6 @@ class Worker(Listener):
         self.scene = Scene(torch, self, self.ledger)
         self.applier = Applier(levers(spec.table), spec.facts, self.scene)
         self.shelter = Shelter(str(self.folder.saved), self.ledger)
-        self.ranks = Ranks(self.folder)
         self.notes = Recorder(torch, self.scene)
         self.draws = Draws(torch)
         self.open_losses: tuple[Any, ...] = ()
@@ -94,8 +91,7 @@ class Worker(Listener):
         self.replica: StepReplica | None = None
         self.watch: Watch | None = None
         self.listening = Listening(Surroundings(torch, self.scene, self.shelter.overlay.looking, self.notes.kept))
-        self.due: dict[str, Any] | None = None  # what all ranks do when the step under way has ended
-        self.listens_since = 0  # the step after which the ranks have opened an ear together
+        self.ranks = Ranks(self.folder, self.listening, self.shelter.overlay.looking)
         self.channel: Channel | None = None
         self.owner = os.getpid()
         self.claimed: bool | None = None  # None until the first step
@@ -235,7 +231,7 @@ class Worker(Listener):
         if not self.late_done:
             self._first_step_done()
         if not self.claimed:
-            self._follow()
+            self.ranks.follow(self.scene.steps, self.applier.switch)
             return
         self.notes.step(self.scene.steps)
         if self.unit == "step":
@@ -310,7 +306,7 @@ class Worker(Listener):
         self._obey()
 
     def _end_block(self) -> None:
-        if self.due is not None:
+        if self.ranks.due is not None:
             self.block = []  # the step in which the other ranks heard of it
         elif self.replica is not None and self.replica.captured:
             verdict, self.replica = self.replica.judge(), None
@@ -333,13 +329,12 @@ class Worker(Listener):
 
     def _obey(self) -> None:
         while True:
-            due, self.due = self.due, None
+            due = self.ranks.take_due()
             command = due or self._next_command()
             do = command["do"]
-            if due is None and self.ranks.several and (do == "switch" or command.get("everywhere")):
-                self.due, self.listens_since, self.block_left = command, self.scene.steps + 1, 1
-                with self.shelter.overlay.looking():
-                    self.ranks.tell(command, self.listens_since)
+            if due is None and self.ranks.concerns_all(command):
+                self.ranks.tell(command, self.scene.steps + 1)
+                self.block_left = 1
                 break
             if do == "go":
                 self.block_left = int(command["ticks"])
@@ -388,45 +383,11 @@ class Worker(Listener):
             return {"fetches": fetches(self.torch, self.scene)}
         return {"error": f"unknown command {do!r}"}
 
-    def _follow(self) -> None:
-        """Of a rank that is not measured, at the end of each step."""
-        if self.listening.ear is not None:
-            self.listening.tick()
-            self.block_left -= 1
-            if not self.block_left:
-                heard = self.listening.end()
-                with self.shelter.overlay.looking():
-                    self.ranks.report(self.listens_since, heard)
-        with self.shelter.overlay.looking():
-            command = self.ranks.heard(self.scene.steps)
-        if command is None:
-            return
-        if command["do"] == "switch":
-            self.applier.switch(choices_of(command["choices"]))
-            return
-        self.listens_since = command["step"]
-        failed = self.listening.begin(command)
-        if self.listening.ear is not None:
-            self.block_left = self.listening.ear.ticks
-        else:
-            with self.shelter.overlay.looking():
-                self.ranks.report(self.listens_since, {"why_not": failed})
-
     def _heard(self) -> dict[str, Any]:
         """What the ear has heard; of all ranks, where they listened together."""
-        everywhere = bool(self.listening.ear and self.listening.ear.wishes.get("everywhere"))
+        everywhere = self.listening.ear is not None and self.listening.ear.wishes.get("everywhere")
         heard = self.listening.end()
-        if not everywhere:
-            return heard
-        late_s = seconds() + RANKS_S
-        while True:
-            with self.shelter.overlay.looking():
-                others = self.ranks.reports(self.listens_since) if self.ranks.several else []
-            if others is not None:
-                return {"ranks": [heard, *others]}
-            if seconds() > late_s:
-                return {"why_not": f"a rank did not tell within {RANKS_S:.0f} s what it had heard"}
-            sleep(POLL_S)
+        return self.ranks.heard_by_all(heard) if everywhere else heard
 
     def _next_command(self) -> dict[str, Any]:
         if self.channel is None:
