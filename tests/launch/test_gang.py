@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -501,14 +502,16 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 
 def test_a_terminal(begin, flatout):
-    """Rank 0 reads it. Ctrl-C reaches each rank once, Ctrl-Z holds all of them, and `fg` continues them."""
+    """Rank 0 reads it, the others have one as large, at its end. Ctrl-C reaches each rank once, Ctrl-Z holds all of them, and `fg` continues them."""
     typed, terminal = os.openpty()
-    source = "note('pid', os.getpid())\nif rank == '0':\n    note('read', sys.stdin.readline().strip())\n" + COUNTING
+    termios.tcsetwinsize(terminal, (33, 111))
+    source = ("note('pid', os.getpid())\nnote('size', os.popen('stty size').read())\nnote('read', sys.stdin.readline().strip())\n" + COUNTING)
     shell = begin(source, ready=False, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=False, prefix=[sys.executable, "-c", SHELL])
     os.close(terminal)
     os.write(typed, b"hello rank 0\n")
     until(lambda: len(noted(flatout.folder, "ready")) == 2)
-    assert noted(flatout.folder, "read") == ["hello rank 0"]
+    assert noted(flatout.folder, "read") == ["hello rank 0", ""]
+    assert noted(flatout.folder, "size") == ["33 111\n"] * 2
     os.write(typed, b"\x03")
     until(lambda: noted(flatout.folder, "seen") == ["SIGINT"] * 2)
     os.write(typed, b"\x1a")

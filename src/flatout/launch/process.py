@@ -8,6 +8,7 @@ import pty
 import signal
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,11 +66,20 @@ class Drain(threading.Thread):
         return bytes(self._head) + gap + bytes(self._tail)
 
 
+def terminal_at_its_end() -> tuple[int, int]:
+    """The outer and the inner side of a terminal, as large as ours if we have one: `stty size` answers, `input()` meets the end of file."""
+    outside, inside = pty.openpty()
+    if os.isatty(0):
+        termios.tcsetwinsize(outside, termios.tcgetwinsize(0))
+    os.write(outside, END_OF_INPUT)
+    return outside, inside
+
+
 class Program:
-    """One run of a program. Its input is a terminal at its end: `stty size` answers, `input()` meets the end of file."""
+    """One run of a program. Its input is a terminal at its end."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], stdout_log: Path, stderr_log: Path, show: bool = False) -> None:
-        self._terminal, inside = pty.openpty()
+        self._terminal, inside = terminal_at_its_end()
         out_read, out_write = self._output(show and sys.stdout.isatty())
         err_read, err_write = self._output(show and sys.stderr.isatty())
         try:
@@ -80,7 +90,6 @@ class Program:
         finally:
             for descriptor in (inside, out_write, err_write):
                 os.close(descriptor)
-        os.write(self._terminal, END_OF_INPUT)
         self.out = Drain(out_read, stdout_log, sys.stdout.buffer if show else None)
         self.err = Drain(err_read, stderr_log, sys.stderr.buffer if show else None)
         self.stopped = False

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from flatout.launch.failure import LOST_ANOTHER
-from flatout.launch.process import Drain, die_with_flatout
+from flatout.launch.process import Drain, die_with_flatout, terminal_at_its_end
 from flatout.plan.errors import ProgramNotFound
 
 
 class Rank:
-    """Rank 0 has the launcher's input and output. The others read nothing, and what they print is kept once ``keep`` was called.
+    """Rank 0 has the launcher's input and output. The others read nothing, and what they print is kept once ``keep`` was called. Where rank 0 reads a
+    terminal, they have one too, at its end: some programs ask it for its size.
 
     ``end`` is a descriptor that tells when it has ended, -1 on a kernel without (Linux < 5.3): then one can only ask whenever some child has.
     ``told``: it was told to end, so how it ends says nothing any more; ``killed``: it was not asked.
@@ -33,14 +34,17 @@ class Rank:
             before()
 
         self._output, inside = os.pipe() if number else (-1, None)
+        self._terminal, read = terminal_at_its_end() if number and os.isatty(0) else (-1, None)
+        nothing = subprocess.DEVNULL if number else None
         try:
-            self.process = subprocess.Popen(list(argv), env=dict(environment), stdin=subprocess.DEVNULL if number else None, stdout=inside, stderr=inside,
+            self.process = subprocess.Popen(list(argv), env=dict(environment), stdin=nothing if read is None else read, stdout=inside, stderr=inside,
                                             process_group=0 if own_group else None, preexec_fn=begin)
         except OSError as error:
             raise ProgramNotFound(f"{argv[0]} cannot be started: {error.strerror}.") from None
         finally:
-            if inside is not None:
-                os.close(inside)
+            for descriptor in (inside, read):
+                if descriptor is not None:
+                    os.close(descriptor)
         try:
             self.end = os.pidfd_open(self.process.pid)
         except OSError:
@@ -71,8 +75,9 @@ class Rank:
         return self._drain.content().decode(errors="replace")
 
     def close(self) -> None:
-        if self.end >= 0:
-            os.close(self.end)
+        for descriptor in (self.end, self._terminal):
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def traceback(self, folder: Path) -> str:
         """What it said when its exception reached the top; "" where it has said nothing."""
