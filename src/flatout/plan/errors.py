@@ -10,6 +10,7 @@
     ├── CannotDivide          a program that does not divide over ranks                   exit 6
     ├── LoopError             a Loop cannot train as it is asked to, or without a mistake exit 1
     ├── StorageError          a folder or a disk refuses to be written                   exit 4
+    ├── SaveError             no save that can be believed, or one of something else     exit 7
     └── NodesApart            the machines of a job do not find or have lost each other  exit 5
 """
 
@@ -62,6 +63,12 @@ class LoopError(FlatoutError):
 
 class StorageError(FlatoutError):
     exit_code = 4
+
+
+class SaveError(FlatoutError):
+    """A save is damaged or belongs to another program, or there is none where one is needed."""
+
+    exit_code = 7
 
 
 class NodesApart(FlatoutError):

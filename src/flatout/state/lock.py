@@ -1,0 +1,52 @@
+"""One process writes into a folder at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from flatout.plan.errors import StorageError
+from flatout.state.disk import PRIVATE_FILE
+
+_held: set[str] = set()  # by this process: the kernel does not refuse it a lock that it has
+
+
+class Lock:
+    """Held until ``release`` or the end of the process, however it ends; children do not inherit it. The file stays, and says who held it last."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises StorageError where somebody holds it, OSError where the file cannot be written."""
+        self.path, self._name = path, os.path.realpath(path)
+        if self._name in _held:
+            raise StorageError(f"this process keeps saves in {path.parent} already. Give each training a folder of its own.")
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
+        try:
+            fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode(), 0)
+        except OSError as error:
+            holder = os.pread(self._handle, 200, 0).decode(errors="replace")
+            os.close(self._handle)
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise StorageError(f"another process keeps saves in {path.parent} ({_who(holder)}). Wait for it, end it, or give this training a folder of "
+                                   "its own.") from None
+            raise
+        _held.add(self._name)
+        self._owner = os.getpid()
+
+    def release(self) -> None:
+        if self._handle >= 0 and os.getpid() == self._owner:
+            os.close(self._handle)
+            _held.discard(self._name)
+        self._handle = -1
+
+
+def _who(text: str) -> str:
+    try:
+        told = json.loads(text)
+        return f"process {int(told['pid'])} on {str(told['host'])[:64]!r}"
+    except (ValueError, KeyError, TypeError):
+        return "it has not said who it is"

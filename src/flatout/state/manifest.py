@@ -1,0 +1,88 @@
+"""The manifest of a save: what lies in its folder, byte for byte. Written last, read first, and itself under a digest. Pure: no disk here.
+
+A digest finds accidents. It does not say who wrote a save: whoever may change the files may change the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.plan.errors import SaveError
+from flatout.state.disk import Stored
+
+SCHEMA = 1
+MOST_BYTES = 1 << 24
+MOST_FILES = 100_000
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``kind`` says who wrote the save and can read it. ``step``: optimizer steps that were done. ``left_out``: where in the state something stood that cannot
+    be stored, and its type. ``told`` is JSON of whoever wrote it: where it was made, for whom."""
+
+    kind: str
+    step: int
+    files: Mapping[str, Stored]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_text(self) -> str:
+        content = {"flatout_save": SCHEMA, "kind": self.kind, "step": self.step,
+                   "files": {name: {"bytes": stored.bytes, "sha256": stored.sha256} for name, stored in sorted(self.files.items())},
+                   "left_out": dict(self.left_out), "told": dict(self.told)}
+        digest = hashlib.sha256(json.dumps(content, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
+        return json.dumps({**content, "sha256": digest}, indent=1) + "\n"
+
+    @classmethod
+    def from_text(cls, data: bytes) -> Manifest:
+        """Raises SaveError for anything that is not exactly what `to_text` wrote."""
+        try:
+            content = json.loads(data.decode("utf-8"), parse_constant=_no_number)
+        except (ValueError, RecursionError):
+            raise SaveError("its manifest is not JSON") from None
+        if type(content) is not dict or "flatout_save" not in content:
+            raise SaveError("its manifest is of something else")
+        if type(content["flatout_save"]) is int and content["flatout_save"] > SCHEMA:
+            raise SaveError(f"its manifest has the form {content['flatout_save']}, and this flatout knows forms up to {SCHEMA}. Install a newer one")
+        try:
+            found = cls(_text(content["kind"]), _count(content["step"]), _files(content["files"]),
+                        {_text(where): _text(what) for where, what in content["left_out"].items()}, dict(content["told"]))
+            if found.to_text().encode() != data:  # to the last space: what is written differently was written by somebody else
+                raise ValueError
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise SaveError("its manifest was changed after it was written") from None
+        return found
+
+
+def _no_number(spelled: str) -> Any:
+    raise ValueError(spelled)
+
+
+def _files(content: Mapping[str, Any]) -> dict[str, Stored]:
+    if len(content) > MOST_FILES:
+        raise ValueError
+    found = {}
+    for name, told in content.items():
+        if not FILE_NAME.fullmatch(name) or set(told) != {"bytes", "sha256"} or not DIGEST.fullmatch(told["sha256"]):
+            raise ValueError
+        found[name] = Stored(_count(told["bytes"]), told["sha256"])
+    return found
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError
+    return value

@@ -1,0 +1,36 @@
+"""All that a training draws random numbers from: torch's generators, Python's and numpy's."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+
+def random_states(torch: Any) -> dict[str, Any]:
+    """As they are now. Those of CUDA devices where CUDA is in use; numpy's where it was imported."""
+    numpy = sys.modules.get("numpy")
+    found = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = list(torch.cuda.get_rng_state_all())
+    if numpy is not None:
+        found["numpy"] = numpy.random.get_state()
+    return found
+
+
+def set_random_states(torch: Any, states: dict[str, Any]) -> list[str]:
+    """Put them back; sentences about what could not be."""
+    random.setstate(states["python"])
+    torch.default_generator.set_state(states["torch"])
+    said = []
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for number, state in enumerate(states.get("cuda", ())):
+        if number < devices:
+            torch.cuda.set_rng_state(state, number)
+        else:
+            said.append(f"the random numbers of CUDA device {number} go on nowhere: there are {devices} devices now")
+    return said

@@ -1,0 +1,106 @@
+"""Saves in the background: the training waits for a copy of its state and no longer, and as often as a stated share of its time allows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.plan.errors import FlatoutError
+from flatout.state.saves import Save, Saves
+from flatout.state.snapshot import Snapshot
+from flatout.state.values import Packed
+
+SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Seconds that go by, and seconds of work of the thread that asks."""
+
+    wall_s: Callable[[], float]
+    thread_s: Callable[[], float]
+
+
+@dataclass
+class Cost:
+    """Of the saves so far, in seconds: what the training waited, and what the thread that writes worked, which takes a core from a training on the host."""
+
+    saves: int = 0
+    waited_s: float = 0.0
+    worked_s: float = 0.0
+    last_s: float = 0.0
+
+
+class Saver:
+    """``every``: steps between two saves; None: as often as ``share`` of the time allows, all costs counted. ``say`` hears sentences about what went wrong: the
+    training goes on without that save, and the next one is tried. ``sound`` looks at a copy before it is written: why not to, or "".
+    """
+
+    def __init__(self, torch: Any, saves: Saves, kind: str, clocks: Clocks, say: Callable[[str], None], *, every: int | None = None, share: float = SHARE,
+                 sound: Callable[[Packed], str] | None = None) -> None:
+        self.saves, self.kind, self.clocks, self.say = saves, kind, clocks, say
+        self.every, self.share, self.sound = every, share, sound
+        self.cost = Cost()
+        self.last: Save | None = None
+        self._snapshot = Snapshot(torch)
+        self._writing: threading.Thread | None = None
+        self._last_step = -1
+        self._began_s = clocks.wall_s()
+        self._said = ""
+
+    def due(self, step: int) -> bool:
+        """Whether a save is due now that ``step`` steps are done. Never twice for the same."""
+        if step == self._last_step:
+            return False
+        if self.every is not None:
+            return step % self.every == 0
+        if self._writing is not None and self._writing.is_alive():
+            return False
+        return self.clocks.wall_s() - self._began_s >= self.cost.last_s / self.share
+
+    def save(self, step: int, packed: Packed, told: Mapping[str, Any]) -> None:
+        """Copy the state and go on; the rest happens beside. Waits for a save that is still being written."""
+        self.wait()
+        began_s = self.clocks.wall_s()
+        copy = self._snapshot.take(packed)
+        self._began_s, self._last_step = self.clocks.wall_s(), step
+        self.cost.saves += 1
+        self.cost.last_s = waited_s = self._began_s - began_s
+        self.cost.waited_s += waited_s
+        self._writing = threading.Thread(target=self._write, args=(step, copy, dict(told)), name="flatout saves", daemon=True)
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._writing is not None:
+            began_s = self.clocks.wall_s()
+            self._writing.join()
+            self._writing = None
+            self.cost.waited_s += self.clocks.wall_s() - began_s
+
+    def _write(self, step: int, copy: Packed, told: Mapping[str, Any]) -> None:
+        began_s = self.clocks.thread_s()
+        try:
+            self._snapshot.wait()
+            why_not = self.sound(copy) if self.sound is not None else ""
+            if why_not:
+                self._complain(f"step {step} was not saved: {why_not}. Earlier saves stay.")
+            else:
+                self.last = self.saves.write(self.kind, step, {"": copy}, told)
+                self._said = ""
+        except FlatoutError as error:
+            self._complain(f"step {step} was not saved: {error} The training goes on.")
+        except Exception as error:  # a thread that dies says nothing to the training
+            self._complain(f"step {step} was not saved ({type(error).__name__}: {error}). The training goes on.")
+        worked_s = self.clocks.thread_s() - began_s
+        self.cost.worked_s += worked_s
+        self.cost.last_s += worked_s
+
+    def _complain(self, sentence: str) -> None:
+        """The same thing is said once, until a save succeeds."""
+        what = sentence.partition(": ")[2]
+        if what != self._said:
+            self._said = what
+            self.say(sentence)

@@ -1,0 +1,228 @@
+"""A state as a closed set of JSON values and tensors. What is not in the set is named and left out; nothing is ever pickled.
+
+``None``, ``bool``, ``int``, ``float``, ``str`` and ``list`` stand for themselves. Everything else is an object with one key, which says what it is:
+
+    {"dict": [[key, value], ...]}   also "ordered", "counter"         {"tuple": [...]}   also "set", "frozenset", "size" (torch.Size)
+    {"default": [factory, [[key, value], ...]]}                       {"deque": [[...], most]}
+    {"float": "nan"}   also "inf", "-inf"                             {"complex": [real, imaginary]}
+    {"bytes": base64}                                                 {"range": [start, stop, step]}
+    {"dtype": "float32"}   {"device": "cuda:0"}   {"scalar": [numpy's dtype, base64]}   {"array": [numpy's dtype, shape, base64]}
+    {"tensor": name, "dtype": ..., "shape": [...], "order": [...]}    its bytes lie in the file of tensors; ``order`` are its dimensions from the widest
+                                                                      stride to the narrowest, where that is another order than theirs
+    {"missing": type}                                                 was left out of a list
+
+Types are compared exactly: a subclass may carry what nobody here knows of.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.plan.errors import SaveError
+
+DEEPEST = 64
+FACTORIES: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "int": int, "float": float, "set": set, "str": str}
+PAIRS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+ROWS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+MADE_OF = {name: kind for kind, name in (PAIRS | ROWS).items()}
+
+
+@dataclass
+class Packed:
+    """``tree`` is JSON. ``tensors`` are the program's own, by name, dimensions in the order of their strides. ``left_out``: where something stood that is
+    not in the set, and its type."""
+
+    tree: Any
+    tensors: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def pack(torch: Any, state: Any) -> Packed:
+    return _Packer(torch).all_of(state)
+
+
+class _Packer:
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self.packed = Packed(None)
+        self.known: dict[Any, str] = {}
+
+    def all_of(self, state: Any) -> Packed:
+        self.packed.tree = self._of(state, "", 0)
+        return self.packed
+
+    def _of(self, value: Any, where: str, depth: int) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if depth > DEEPEST:
+            return self._missing(value, where)
+        if kind is list:
+            return self._rows(value, where, depth)
+        if kind in PAIRS:
+            return {PAIRS[kind]: self._pairs(value, where, depth)}
+        if kind in ROWS:
+            return {ROWS[kind]: self._rows(value, where, depth)}
+        if kind is defaultdict:
+            factory = next((name for name, made in FACTORIES.items() if made is value.default_factory), None)
+            return self._missing(value, where) if factory is None else {"default": [factory, self._pairs(value, where, depth)]}
+        if kind is deque:
+            return {"deque": [self._rows(value, where, depth), value.maxlen]}
+        if kind is complex:
+            return {"complex": [self._of(value.real, where, depth), self._of(value.imag, where, depth)]}
+        if kind is bytes:
+            return {"bytes": _text(value)}
+        if kind is range:
+            return {"range": [value.start, value.stop, value.step]}
+        return self._of_libraries(value, where)
+
+    def _of_libraries(self, value: Any, where: str) -> Any:
+        torch, kind = self.torch, type(value)
+        if kind is torch.Size:
+            return {"size": list(value)}
+        if kind is torch.dtype:
+            return {"dtype": str(value).removeprefix("torch.")}
+        if kind is torch.device:
+            return {"device": str(value)}
+        if kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            return self._tensor(value, where)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and kind is numpy.ndarray and not value.dtype.hasobject and value.dtype.names is None:
+            return {"array": [value.dtype.str, list(value.shape), _text(value.tobytes())]}
+        if numpy is not None and isinstance(value, numpy.generic) and kind is value.dtype.type and not value.dtype.hasobject and value.dtype.names is None:
+            return {"scalar": [value.dtype.str, _text(value.tobytes())]}
+        return self._missing(value, where)
+
+    def _tensor(self, tensor: Any, where: str) -> Any:
+        tensor = tensor.detach()
+        if tensor.layout is not self.torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+            return self._missing(tensor, where)
+        order = sorted(range(tensor.dim()), key=lambda at: (-tensor.stride(at), at))
+        if not tensor.permute(order).is_contiguous():  # parts of a larger one, expanded ones: their bytes are copied in order
+            order = list(range(tensor.dim()))
+        same = (tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr()) if tensor.numel() else id(tensor)
+        name = self.known.get(same)
+        if name is None:
+            name = self.known[same] = self._name(where)
+            self.packed.tensors[name] = tensor.permute(order)
+        told = {"tensor": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        return told if order == list(range(tensor.dim())) else {**told, "order": order}
+
+    def _name(self, where: str) -> str:
+        name, again = where or "state", 1
+        while name in self.packed.tensors or name == "__metadata__":
+            name, again = f"{where}#{again}", again + 1
+        return name
+
+    def _rows(self, values: Any, where: str, depth: int) -> list[Any]:
+        return [self._of(value, f"{where}[{at}]", depth + 1) for at, value in enumerate(values)]
+
+    def _pairs(self, values: Mapping[Any, Any], where: str, depth: int) -> list[list[Any]]:
+        found = []
+        for key, value in values.items():
+            at = f"{where}.{key}" if where and type(key) is str else key if type(key) is str else f"{where}[{key!r}]"
+            packed_key, packed = self._of(key, at, depth + 1), self._of(value, at, depth + 1)
+            if not any(type(each) is dict and "missing" in each for each in (packed_key, packed)):
+                found.append([packed_key, packed])
+        return found
+
+    def _missing(self, value: Any, where: str) -> dict[str, str]:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        self.packed.left_out[where] = kind
+        return {"missing": kind}
+
+
+def unpack(torch: Any, tree: Any, tensors: Mapping[str, Any]) -> Any:
+    """The state again, with new lists, dicts and so on around ``tensors``. Raises SaveError for what `pack` did not make."""
+    try:
+        return _value_of(torch, tree, tensors, 0)
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError, MemoryError) as error:
+        raise SaveError(f"a value in it cannot be read ({type(error).__name__}: {str(error)[:200]})") from None
+
+
+def _value_of(torch: Any, tree: Any, tensors: Mapping[str, Any], depth: int) -> Any:
+    if depth > DEEPEST + 1:
+        raise ValueError("too deep")
+    if tree is None or type(tree) in (bool, int, float, str):
+        return tree
+
+    def inside(each: Any) -> Any:
+        return _value_of(torch, each, tensors, depth + 1)
+
+    if type(tree) is list:
+        return [inside(each) for each in tree]
+    if "tensor" in tree:
+        return _tensor_of(torch, tree, tensors)
+    ((kind, told),) = tree.items()
+    if kind in PAIRS.values():
+        made = MADE_OF[kind]()
+        for key, value in told:
+            made[inside(key)] = inside(value)
+        return made
+    if kind == "default":
+        return defaultdict(FACTORIES[told[0]], ((inside(key), inside(value)) for key, value in told[1]))
+    if kind == "deque":
+        return deque((inside(each) for each in told[0]), told[1])
+    if kind in ROWS.values():
+        return MADE_OF[kind](inside(each) for each in told)
+    return _leaf_of(torch, kind, told, inside)
+
+
+def _leaf_of(torch: Any, kind: str, told: Any, inside: Callable[[Any], Any]) -> Any:
+    if kind == "float":
+        return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[told]
+    if kind == "complex":
+        return complex(*(inside(each) for each in told))
+    if kind == "bytes":
+        return _bytes(told)
+    if kind == "range":
+        return range(*told)
+    if kind == "size":
+        return torch.Size(told)
+    if kind == "dtype":
+        return _dtype(torch, told)
+    if kind == "device":
+        return torch.device(told)
+    if kind in ("array", "scalar"):
+        import numpy
+
+        dtype = numpy.dtype(told[0])
+        if dtype.hasobject:
+            raise ValueError("an array of objects")
+        found = numpy.frombuffer(_bytes(told[-1]), dtype).copy()
+        return found.reshape(told[1]) if kind == "array" else found[0]
+    if kind == "missing":
+        return None
+    raise ValueError(f"an unknown kind of value, {kind!r}")
+
+
+def _tensor_of(torch: Any, told: dict[str, Any], tensors: Mapping[str, Any]) -> Any:
+    shape = told["shape"]
+    order = told.get("order", list(range(len(shape))))
+    if sorted(order) != list(range(len(shape))):
+        raise ValueError("dimensions in no order")
+    found = tensors[told["tensor"]].view(_dtype(torch, told["dtype"])).reshape([shape[at] for at in order])
+    return found.permute([order.index(at) for at in range(len(order))])
+
+
+def _dtype(torch: Any, name: str) -> Any:
+    found = getattr(torch, name) if type(name) is str and name.isidentifier() else None
+    if type(found) is not torch.dtype:
+        raise ValueError(f"no type of numbers is called {name!r}")
+    return found
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
