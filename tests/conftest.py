@@ -24,6 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MARK = "FLATOUT_TEST_RUN"
 NOT_RUN = pytest.StashKey[int]()
+MANY_OBJECTS = 100_000
+OF_ONE_PROCESS = {"engine", "kernels", "levers", "measure", "pipeline", "plan", "probe", "render", "saved", "state"}
 GRACE_S = 8.0  # how long a program that was told to go may take
 
 # Speed is not what is tested: a slow machine must not fail a law.
@@ -215,7 +217,9 @@ def script(flatout: Flatout) -> Callable[..., Path]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are left out by name where there is none; the summary says so."""
+    """Files whose tests start programs come first, so that no worker is left alone with a long one. Tests that need a GPU are left out by name where there
+    is none; the summary says so."""
+    items.sort(key=lambda item: item.path.parent.name in OF_ONE_PROCESS)
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     if wanted and not _has_gpu():
         config.stash[NOT_RUN] = len(wanted)
@@ -223,15 +227,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="not run: there is no CUDA device here"))
 
 
-FROZEN = pytest.StashKey[int]()
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What modules hold for ever is not looked through by the garbage collector: with torch that takes 0.4 s each time, in most of the tests."""
-    if len(sys.modules) > item.config.stash.get(FROZEN, 0) + 200 or not gc.get_freeze_count():
+    if len(gc.get_objects(generation=2)) > MANY_OBJECTS:  # those that are frozen are not counted
         gc.collect()
         gc.freeze()
-        item.config.stash[FROZEN] = len(sys.modules)
 
 
 @pytest.fixture

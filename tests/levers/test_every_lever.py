@@ -214,7 +214,7 @@ def everything(live):
                   torch.is_anomaly_check_nan_enabled(), torch.distributions.Distribution._validate_args, torch.get_num_threads()],
         "precision": [owner.fp32_precision for owner in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul,
                                                          backends.mkldnn.conv, backends.mkldnn.rnn)],
-        "gc": [gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0],
+        "gc": [gc.isenabled(), gc.get_threshold(), len(gc.get_objects(generation=2)) > 100_000],  # fewer: the rest is frozen. To count those takes 60 ms
         "inductor": importlib.import_module("torch._inductor.config").fallback_random,
         "patches": [torch.Tensor.to, torch.Tensor.cuda, torch.optim.Optimizer.__init__, torch.utils.data.DataLoader.__init__, torch.autograd.backward],
         "random": torch.get_rng_state().tolist(),
