@@ -82,15 +82,12 @@ def test_mistakes(flatout, script, words, code, says):
 @pytest.mark.parametrize(
     ("ending", "code", "says"),
     [
-        ("raise KeyError('before')", 1, "KeyError: 'before'"),
         ("steps(3); raise KeyError('during')", 1, "KeyError: 'during'"),
         ("sys.exit(9)", 9, "exit code 9"),
-        ("steps(3)", 3, "ended after 3 training steps"),
         ("", 3, "ended without a training step"),
-        ("steps(3); os._exit(5)", 5, "os._exit"),
         ("steps(3); os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by signal 9"),
     ],
-    ids=["raises before", "raises during", "exits", "three steps", "never steps", "os._exit", "is killed"],
+    ids=["raises during", "exits", "never steps", "is killed"],
 )
 def test_programs_that_cannot_be_tuned(tune, flatout, script, ending, code, says):
     script(LOOP + ending + "\n")
