@@ -1,4 +1,7 @@
-"""What reaches the disk, and when: a file is written and flushed, a folder is flushed, a folder is renamed. Nothing else here touches the disk to write."""
+"""What reaches the disk, and when: a file is written and flushed, a folder is flushed, a folder is renamed. Nothing else here touches the disk to write.
+
+Whatever the umask is, files are for their owner alone (0600), and so are folders (0700). Nothing is read or removed through a link.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,13 @@ import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 CHUNK_BYTES = 1 << 22
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+LEAVING = ".leaving-"
+# Of file systems that cannot flush a folder: there is nothing to be done about it, and its files are flushed all the same.
+CANNOT_FLUSH = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS}
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> Stored:
     digest, size = hashlib.sha256(), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
     try:
+        os.fchmod(handle, PRIVATE_FILE)
         for part in parts:
             whole = memoryview(part).cast("B")
             for start in range(0, len(whole), CHUNK_BYTES):
@@ -37,49 +45,97 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> Stored:
                 while rest:
                     rest = rest[os.write(handle, rest):]
         os.fsync(handle)
+        forget(handle)
     finally:
         os.close(handle)
     return Stored(size, digest.hexdigest())
 
 
+def forget(handle: int) -> None:
+    """Let go of what the kernel keeps of a flushed file, so that whoever reads it back sees what the disk has, and the memory is the training's again."""
+    if hasattr(os, "posix_fadvise"):
+        try:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError:
+            pass  # an advice
+
+
+class Reading:
+    """An ordinary file, read from its start to its end, and the digest of what was read. Raises OSError, also for a link (the file or its folder), a pipe, a
+    device; such a thing is not waited for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.bytes, self._digest = path, 0, hashlib.sha256()
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            self._handle = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder)
+        except OSError as error:
+            error.filename = str(path)
+            raise
+        finally:
+            os.close(folder)
+        about = os.fstat(self._handle)
+        self.length = about.st_size
+        if not stat.S_ISREG(about.st_mode):
+            os.close(self._handle)
+            raise OSError(errno.EINVAL, "it is not an ordinary file", str(path))
+
+    def into(self, memory: bytearray | memoryview) -> int:
+        """Fill ``memory`` as far as the file goes; how many bytes that was."""
+        rest, read = memoryview(memory).cast("B"), 0
+        while read < len(rest):
+            got = os.readv(self._handle, [rest[read:read + CHUNK_BYTES]])
+            if not got:
+                break
+            self._digest.update(rest[read:read + got])
+            read += got
+        self.bytes += read
+        return read
+
+    @property
+    def so_far(self) -> Stored:
+        return Stored(self.bytes, self._digest.hexdigest())
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        os.close(self._handle)
+
+
 def read_file(path: Path, most_bytes: int) -> bytes:
     """The content of an ordinary file. Raises OSError, also for a link and for what is longer than ``most_bytes``."""
-    with os.fdopen(_open_to_read(path), "rb") as file:
-        found = file.read(most_bytes + 1)
-    if len(found) > most_bytes:
-        raise OSError(errno.EFBIG, f"is longer than {most_bytes:,} bytes", str(path))
-    return found
+    with Reading(path) as file:
+        if file.length > most_bytes:
+            raise OSError(errno.EFBIG, f"it is longer than {most_bytes:,} bytes", str(path))
+        found = bytearray(file.length)
+        del found[file.into(found):]
+    return bytes(found)
 
 
-def what_is_stored(path: Path) -> Stored:
-    """Raises OSError, also for a link."""
-    digest, size = hashlib.sha256(), 0
-    with os.fdopen(_open_to_read(path), "rb", buffering=0) as file:
-        while part := file.read(CHUNK_BYTES):
-            digest.update(part)
-            size += len(part)
-    return Stored(size, digest.hexdigest())
-
-
-def _open_to_read(path: Path) -> int:
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe does not hold us
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "is not an ordinary file", str(path))
-    return handle
+def what_is_stored(path: Path, expected: Stored) -> Stored:
+    """A file of another length than ``expected`` is not read at all: its digest is then "". Raises OSError, also for a link."""
+    with Reading(path) as file:
+        if file.length != expected.bytes:
+            return Stored(file.length, "")
+        memory = bytearray(min(CHUNK_BYTES, file.length + 1))
+        while file.into(memory):
+            pass
+        return file.so_far
 
 
 def make_folder(path: Path) -> None:
     os.mkdir(path, PRIVATE_FOLDER)
+    os.chmod(path, PRIVATE_FOLDER)
 
 
 def flush_folder(path: Path) -> None:
-    """Its names reach the disk. Raises OSError; a file system that cannot do it (EINVAL) has nothing to flush."""
+    """Its names reach the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in CANNOT_FLUSH:
             raise
     finally:
         os.close(handle)
@@ -92,7 +148,12 @@ def move_folder(source: Path, target: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """First its name, then its content: what is half gone looks like nothing that counts."""
-    leaving = path.with_name(f".leaving-{path.name.lstrip('.')}-{os.getpid()}")
-    os.rename(path, leaving)
-    shutil.rmtree(leaving, ignore_errors=True)
+    """First its name, then its content: what is half gone looks like nothing that counts. Of a link, only the link goes."""
+    if not path.name.startswith(LEAVING):
+        leaving = path.with_name(f"{LEAVING}{path.name.lstrip('.')}-{os.getpid()}")
+        os.rename(path, leaving)
+        path = leaving
+    if stat.S_ISDIR(os.lstat(path).st_mode):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        os.unlink(path)

@@ -15,7 +15,11 @@ _held: set[str] = set()  # by this process: the kernel does not refuse it a lock
 
 
 class Lock:
-    """Held until ``release`` or the end of the process, however it ends; children do not inherit it. The file stays, and says who held it last."""
+    """Held until ``release`` or the end of the process, however it ends; children do not inherit it. The file stays, and says who held it last.
+
+    Of the kernel's two kinds of lock this is the one that works over NFS and that loader workers do not carry on. Its price: it is gone when this process opens
+    and closes the file once more, for whatever reason.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises StorageError where somebody holds it, OSError where the file cannot be written."""
@@ -24,9 +28,9 @@ class Lock:
             raise StorageError(f"this process keeps saves in {path.parent} already. Give each training a folder of its own.")
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
         try:
+            os.fchmod(self._handle, PRIVATE_FILE)
             fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode(), 0)
+            self._sign()
         except OSError as error:
             holder = os.pread(self._handle, 200, 0).decode(errors="replace")
             os.close(self._handle)
@@ -36,6 +40,21 @@ class Lock:
             raise
         _held.add(self._name)
         self._owner = os.getpid()
+
+    def _sign(self) -> None:
+        try:
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode(), 0)
+        except OSError:
+            pass  # a full disk: the lock is held all the same, and its holder has no name
+
+    @property
+    def holds(self) -> bool:
+        """Whether the file that is locked is still the one that others find."""
+        try:
+            return self._handle >= 0 and os.path.samestat(os.fstat(self._handle), os.stat(self.path, follow_symlinks=False))
+        except OSError:
+            return False
 
     def release(self) -> None:
         if self._handle >= 0 and os.getpid() == self._owner:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.plan.errors import SaveError
+from flatout.state.bounded import from_json
 from flatout.state.disk import Stored
 
 SCHEMA = 1
@@ -44,8 +45,8 @@ class Manifest:
     def from_text(cls, data: bytes) -> Manifest:
         """Raises SaveError for anything that is not exactly what `to_text` wrote."""
         try:
-            content = json.loads(data.decode("utf-8"), parse_constant=_no_number)
-        except (ValueError, RecursionError):
+            content = from_json(data)
+        except ValueError:
             raise SaveError("its manifest is not JSON") from None
         if type(content) is not dict or "flatout_save" not in content:
             raise SaveError("its manifest is of something else")
@@ -59,10 +60,6 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise SaveError("its manifest was changed after it was written") from None
         return found
-
-
-def _no_number(spelled: str) -> Any:
-    raise ValueError(spelled)
 
 
 def _files(content: Mapping[str, Any]) -> dict[str, Stored]:

@@ -6,6 +6,8 @@ import random
 import sys
 from typing import Any
 
+from flatout.plan.errors import SaveError
+
 
 def random_states(torch: Any) -> dict[str, Any]:
     """As they are now. Those of CUDA devices where CUDA is in use; numpy's where it was imported."""
@@ -19,7 +21,14 @@ def random_states(torch: Any) -> dict[str, Any]:
 
 
 def set_random_states(torch: Any, states: dict[str, Any]) -> list[str]:
-    """Put them back; sentences about what could not be."""
+    """Put them back; sentences about what could not be. Raises SaveError for what are no such states."""
+    try:
+        return _set(torch, states)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError, IndexError) as error:
+        raise SaveError(f"the states of random numbers in it cannot be taken up ({type(error).__name__}: {str(error)[:200]}).") from None
+
+
+def _set(torch: Any, states: dict[str, Any]) -> list[str]:
     random.setstate(states["python"])
     torch.default_generator.set_state(states["torch"])
     said = []

@@ -12,6 +12,7 @@ from flatout.state.saves import Save, Saves
 from flatout.state.snapshot import Snapshot
 from flatout.state.values import Packed
 
+Packing = Callable[[], Packed]
 SHARE = 0.01
 
 
@@ -49,6 +50,7 @@ class Saver:
         self._last_step = -1
         self._began_s = clocks.wall_s()
         self._said = ""
+        self._failed = 0
 
     def due(self, step: int) -> bool:
         """Whether a save is due now that ``step`` steps are done. Never twice for the same."""
@@ -60,25 +62,34 @@ class Saver:
             return False
         return self.clocks.wall_s() - self._began_s >= self.cost.last_s / self.share
 
-    def save(self, step: int, packed: Packed, told: Mapping[str, Any]) -> None:
-        """Copy the state and go on; the rest happens beside. Waits for a save that is still being written."""
-        self.wait()
+    def save(self, step: int, state: Packed | Packing, told: Mapping[str, Any]) -> None:
+        """Copy the state and go on; the rest happens beside. Waits for a save that is still being written. ``state`` may be what packs it: then the training's
+        wait for that is counted, too."""
         began_s = self.clocks.wall_s()
-        copy = self._snapshot.take(packed)
+        self._join()
+        try:
+            copy = self._snapshot.take(state if isinstance(state, Packed) else state())
+            writing = threading.Thread(target=self._write, args=(step, copy, dict(told)), name="flatout saves", daemon=True)
+            writing.start()
+        except (MemoryError, RuntimeError) as error:  # there is no memory for a copy, or no more threads may be made
+            self._complain(f"step {step} was not saved: its state could not be copied ({error}). The training goes on.")
+        else:
+            self._writing = writing
         self._began_s, self._last_step = self.clocks.wall_s(), step
         self.cost.saves += 1
         self.cost.last_s = waited_s = self._began_s - began_s
         self.cost.waited_s += waited_s
-        self._writing = threading.Thread(target=self._write, args=(step, copy, dict(told)), name="flatout saves", daemon=True)
-        self._writing.start()
 
     def wait(self) -> None:
         """Until nothing is being written."""
+        began_s = self.clocks.wall_s()
+        self._join()
+        self.cost.waited_s += self.clocks.wall_s() - began_s
+
+    def _join(self) -> None:
         if self._writing is not None:
-            began_s = self.clocks.wall_s()
             self._writing.join()
             self._writing = None
-            self.cost.waited_s += self.clocks.wall_s() - began_s
 
     def _write(self, step: int, copy: Packed, told: Mapping[str, Any]) -> None:
         began_s = self.clocks.thread_s()
@@ -89,7 +100,9 @@ class Saver:
                 self._complain(f"step {step} was not saved: {why_not}. Earlier saves stay.")
             else:
                 self.last = self.saves.write(self.kind, step, {"": copy}, told)
-                self._said = ""
+                if self._failed:
+                    self.say(f"step {step} is saved; the {self._failed} tries before it were not.")
+                self._said, self._failed = "", 0
         except FlatoutError as error:
             self._complain(f"step {step} was not saved: {error} The training goes on.")
         except Exception as error:  # a thread that dies says nothing to the training
@@ -100,6 +113,7 @@ class Saver:
 
     def _complain(self, sentence: str) -> None:
         """The same thing is said once, until a save succeeds."""
+        self._failed += 1
         what = sentence.partition(": ")[2]
         if what != self._said:
             self._said = what

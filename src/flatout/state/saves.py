@@ -14,7 +14,7 @@ read back and found right.
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from flatout.plan.errors import SaveError, StorageError
-from flatout.state.disk import PRIVATE_FOLDER, Stored, flush_folder, make_folder, move_folder, read_file, remove_folder, what_is_stored, write_file
+from flatout.state.bounded import MOST_BYTES as MOST_STATE_BYTES
+from flatout.state.bounded import from_json, to_json
+from flatout.state.disk import Stored, flush_folder, make_folder, move_folder, read_file, remove_folder, what_is_stored, write_file
 from flatout.state.lock import Lock
 from flatout.state.manifest import MOST_BYTES, Manifest
 from flatout.state.tensors import read_tensors, write_tensors
@@ -33,7 +35,7 @@ from flatout.state.values import Packed, unpack
 MANIFEST, DAMAGED, LOCK = "manifest.json", "damaged", "lock"
 FOLDER = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?")  # the second, third, ... of a step has its number behind it
 UNFINISHED = re.compile(r"\.(writing|leaving)-.*")
-MOST_STATE_BYTES = 1 << 30
+MOST_STEPS = 10 ** 15 - 1  # as many digits as a name has room for
 KEEP = 3
 
 
@@ -54,10 +56,15 @@ class Save:
         if state not in self.manifest.files:
             raise SaveError(f"{self.path} has no {state}: it was made by another number of ranks, or for something else.")
         try:
-            tree = json.loads(read_file(self.path / state, MOST_STATE_BYTES).decode("utf-8"))
-            return unpack(torch, tree, read_tensors(self.path / tensors) if tensors in self.manifest.files else {})
-        except (SaveError, OSError, ValueError, RecursionError) as error:
-            raise SaveError(f"{self.path} cannot be read: {error}.") from None
+            data = read_file(self.path / state, MOST_STATE_BYTES)
+            if Stored(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[state]:
+                raise SaveError(f"{state} was changed since it was found right")
+            stored = self.manifest.files.get(tensors)
+            return unpack(torch, from_json(data), read_tensors(torch, self.path / tensors, stored) if stored is not None else {})
+        except OSError as error:
+            raise SaveError(f"{self.path} cannot be read: {Path(error.filename or state).name}: {error.strerror}.") from None
+        except (SaveError, ValueError, MemoryError) as error:
+            raise SaveError(f"{self.path} cannot be read: {str(error) or 'there is not enough memory'}.") from None
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ def believed(path: Path) -> Save:
         if named is None or int(named[1]) != manifest.step:
             raise SaveError(f"its manifest is of step {manifest.step}")
         for name, stored in manifest.files.items():
-            if (found := what_is_stored(path / name)) != stored:
+            if (found := what_is_stored(path / name, stored)) != stored:
                 raise SaveError(f"{name} has {found.bytes:,} bytes instead of {stored.bytes:,}" if found.bytes != stored.bytes else
                                 f"{name} is not what was written: its digest differs")
     except FileNotFoundError as error:
@@ -94,6 +101,7 @@ class Saves:
             raise ValueError(f"keep={keep}: at least one save must stay")
         self.folder, self.keep = folder, keep
         self._lock: Lock | None = None
+        self._writes = False
 
     # -- reading ------------------------------------------------------------------------------------------------------------
 
@@ -124,18 +132,26 @@ class Saves:
 
     def open(self) -> Saves:
         """Take the lock; what a killed process has left half written goes. Raises StorageError, also where another process writes here."""
+        self._writes = True
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER)
+            if not self.folder.is_dir():
+                self.folder.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder)
+                flush_folder(self.folder.parent)
             self._lock = Lock(self.folder / LOCK)
             for name in os.listdir(self.folder):
                 if UNFINISHED.fullmatch(name):
-                    remove_folder(self.folder / name)
+                    self.discard(self.folder / name)
         except OSError as error:
-            self.close()
+            self._let_go()
             raise _refused(self.folder, error) from error
         return self
 
     def close(self) -> None:
+        self._writes = False
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -161,7 +177,12 @@ class Saves:
 
     def begin(self, step: int) -> Path:
         """An empty folder for `write_state`, by one process or by many. Raises StorageError."""
+        if not 0 <= step <= MOST_STEPS:
+            raise SaveError(f"a save of step {step} would have no name: steps are counted from 0 to {MOST_STEPS:,}")
         unfinished = self.folder / f".writing-{step}-{os.getpid()}"
+        if self._writes and (self._lock is None or not self._lock.holds):  # the folder has vanished, or come back: what we hold is a lock of nothing
+            self._let_go()
+            self.open()
         try:
             self.discard(unfinished)
             make_folder(unfinished)
@@ -182,23 +203,26 @@ class Saves:
         except SaveError as error:
             self.set_aside(Bad(path, str(error)))
             raise SaveError(f"{path} was not stored as it was written: {error}. It was put aside; older saves stay.") from None
-        for old in self.paths()[self.keep:]:
-            try:
-                remove_folder(old)
-            except OSError:
-                pass  # the next save tries again
+        for old in self._older_than(path)[self.keep - 1:]:
+            self.discard(old)
         return save
 
-    def discard(self, unfinished: Path) -> None:
+    def discard(self, folder: Path) -> None:
+        """As far as it can be; the next save, or whoever opens these saves again, goes on with it."""
         try:
-            remove_folder(unfinished)
+            remove_folder(folder)
         except OSError:
-            pass  # it was never made, or goes when these saves are opened again
+            pass
+
+    def _older_than(self, path: Path) -> list[Path]:
+        """Before the save in ``path``, the newest first. What has a higher number and cannot be believed does not count as one that is kept."""
+        return [each for each in self.paths() if _number(each) < _number(path)]
 
     def set_aside(self, bad: Bad) -> Path:
         """Where a save that cannot be believed is from now on. Raises StorageError."""
         try:
-            (self.folder / DAMAGED).mkdir(exist_ok=True, mode=PRIVATE_FOLDER)
+            if not (self.folder / DAMAGED).is_dir():
+                make_folder(self.folder / DAMAGED)
             taken = set(os.listdir(self.folder / DAMAGED))
             name = next(name for again in count() if (name := f"{bad.path.name}.{again}") not in taken)
             move_folder(bad.path, self.folder / DAMAGED / name)
@@ -213,10 +237,10 @@ class Saves:
 
 
 def write_state(folder: Path, name: str, packed: Packed) -> dict[str, Stored]:
-    """The files of one state in an unfinished save, for its manifest. Raises StorageError."""
+    """The files of one state in an unfinished save, for its manifest. Raises StorageError, and SaveError for plain values without measure."""
     state, tensors = _files_of(name)
     try:
-        found = {state: write_file(folder / state, [json.dumps(packed.tree, separators=(",", ":"), allow_nan=False).encode()])}
+        found = {state: write_file(folder / state, [to_json(packed.tree)])}
         return found | ({tensors: write_tensors(folder / tensors, packed.tensors)} if packed.tensors else {})
     except OSError as error:
         raise _refused(folder.parent, error) from error

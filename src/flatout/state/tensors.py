@@ -1,7 +1,9 @@
-"""Tensors in one safetensors file: written in one pass by us, read by the safetensors library.
+"""Tensors in one safetensors file: written in one pass, read in one pass, by anybody who has the safetensors library.
 
-Written here and not there: the bytes go from the tensors' own memory to the disk and through the digest, without a second copy of the whole state, and the
-training goes on meanwhile. Types of numbers that the format does not have are stored as bytes; whoever packed the state knows what they were.
+Not by that library here: the bytes go from the tensors' own memory to the disk and through the digest, without a second copy of the whole state, while the
+training goes on. And they come back into memory of each tensor's own: the library hands out parts of a mapped file, which change, or end the process, when
+somebody writes over the file or cuts it off, and which drag the whole file with them into the next `torch.save`. Types of numbers that the format does not
+have are stored as bytes; whoever packed the state knows what they were.
 """
 
 from __future__ import annotations
@@ -9,15 +11,20 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from flatout.plan.errors import SaveError
-from flatout.state.disk import Stored, write_file
+from flatout.state.bounded import from_json
+from flatout.state.disk import Reading, Stored, write_file
 
 SPELLED = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL",
            "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
            "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ"}
+NAMED = {spelled: name for name, spelled in SPELLED.items()}
+MOST_HEAD_BYTES = 100_000_000  # the format's own limit
+MOST_DIMENSIONS = 64
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any]) -> Stored:
@@ -45,15 +52,49 @@ def _parts(tensors: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
 
 def _memory_of(tensor: Any) -> memoryview:
     size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())) if size else memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
 
-def read_tensors(path: Path) -> dict[str, Any]:
-    """On the host, by name. Raises SaveError for what is not such a file. Called for files whose digest was found right: the library maps them into memory."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+def read_tensors(torch: Any, path: Path, stored: Stored) -> dict[str, Any]:
+    """On the host, by name. Raises SaveError for what is no such file, or not the one that was ``stored``; then none of it was believed."""
     try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, MemoryError) as error:
+        with Reading(path) as file:
+            if file.length != stored.bytes:
+                raise SaveError(f"{path.name} has {file.length:,} bytes instead of {stored.bytes:,}")
+            found = _tensors_in(torch, file)
+            if file.so_far != stored:
+                raise SaveError(f"{path.name} is not what was written: its digest differs")
+            return found
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, MemoryError, OverflowError) as error:
         raise SaveError(f"{path.name} is no file of tensors ({type(error).__name__}: {str(error)[:200]})") from None
+
+
+def _tensors_in(torch: Any, file: Reading) -> dict[str, Any]:
+    length = bytearray(8)
+    file.into(length)
+    head_bytes = int.from_bytes(length, "little")
+    if not 2 <= head_bytes <= min(MOST_HEAD_BYTES, file.length - 8):
+        raise ValueError(f"a header of {head_bytes:,} bytes")
+    head = bytearray(head_bytes)
+    file.into(head)
+    described = from_json(head)
+    described.pop("__metadata__", None)
+    found, at = {}, 0
+    for name, told in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
+        tensor = _empty(torch, told, at, file.length - 8 - head_bytes)
+        file.into(_memory_of(tensor))
+        at += tensor.numel() * tensor.element_size()
+        found[name] = tensor
+    if 8 + head_bytes + at != file.length:
+        raise ValueError("bytes that belong to no tensor")
+    return found
+
+
+def _empty(torch: Any, told: dict[str, Any], at: int, most_bytes: int) -> Any:
+    """Room for the tensor that begins ``at``: neither gaps nor overlaps, and not more than there is."""
+    dtype, shape, (start, end) = getattr(torch, NAMED[told["dtype"]]), told["shape"], told["data_offsets"]
+    if len(shape) > MOST_DIMENSIONS or any(type(each) is not int or each < 0 for each in (*shape, start, end)):
+        raise ValueError("sizes that are none")
+    if start != at or end > most_bytes or end - start != prod(shape) * dtype.itemsize:
+        raise ValueError("tensors that do not lie one behind the other")
+    return torch.empty(shape, dtype=dtype)

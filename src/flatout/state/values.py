@@ -5,8 +5,10 @@
     {"dict": [[key, value], ...]}   also "ordered", "counter"         {"tuple": [...]}   also "set", "frozenset", "size" (torch.Size)
     {"default": [factory, [[key, value], ...]]}                       {"deque": [[...], most]}
     {"float": "nan"}   also "inf", "-inf"                             {"complex": [real, imaginary]}
+    {"int": hexadecimal}            of more than 64 bits              {"ints": ["list" or "tuple", base64 of 64-bit words]}   where there are many
     {"bytes": base64}                                                 {"range": [start, stop, step]}
     {"dtype": "float32"}   {"device": "cuda:0"}   {"scalar": [numpy's dtype, base64]}   {"array": [numpy's dtype, shape, base64]}
+    {"large": tensor}               an array of numpy that is stored as a tensor
     {"tensor": name, "dtype": ..., "shape": [...], "order": [...]}    its bytes lie in the file of tensors; ``order`` are its dimensions from the widest
                                                                       stride to the narrowest, where that is another order than theirs
     {"missing": type}                                                 was left out of a list
@@ -19,6 +21,7 @@ from __future__ import annotations
 import base64
 import math
 import sys
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +30,8 @@ from typing import Any
 from flatout.plan.errors import SaveError
 
 DEEPEST = 64
+MANY, LARGE_BYTES = 64, 4096
+WORD = 1 << 63
 FACTORIES: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "int": int, "float": float, "set": set, "str": str}
 PAIRS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 ROWS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
@@ -52,6 +57,7 @@ class _Packer:
         self.torch = torch
         self.packed = Packed(None)
         self.known: dict[Any, str] = {}
+        self.around: set[int] = set()  # what holds the value that is being looked at
 
     def all_of(self, state: Any) -> Packed:
         self.packed.tree = self._of(state, "", 0)
@@ -59,12 +65,23 @@ class _Packer:
 
     def _of(self, value: Any, where: str, depth: int) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, int, str):
+        if value is None or kind in (bool, str):
             return value
+        if kind is int:
+            return value if -WORD <= value < WORD else {"int": hex(value)}  # thousands of digits are written and read only like this
         if kind is float:
             return value if math.isfinite(value) else {"float": repr(value)}
-        if depth > DEEPEST:
+        if depth > DEEPEST or id(value) in self.around:
             return self._missing(value, where)
+        if kind in (list, tuple) and len(value) >= MANY and set(map(type, value)) == {int} and min(value) >= -WORD and max(value) < WORD:
+            return {"ints": [kind.__name__, _text(_little(array("q", value)).tobytes())]}
+        self.around.add(id(value))
+        try:
+            return self._holding(value, kind, where, depth)
+        finally:
+            self.around.discard(id(value))
+
+    def _holding(self, value: Any, kind: type, where: str, depth: int) -> Any:
         if kind is list:
             return self._rows(value, where, depth)
         if kind in PAIRS:
@@ -96,10 +113,18 @@ class _Packer:
             return self._tensor(value, where)
         numpy = sys.modules.get("numpy")
         if numpy is not None and kind is numpy.ndarray and not value.dtype.hasobject and value.dtype.names is None:
-            return {"array": [value.dtype.str, list(value.shape), _text(value.tobytes())]}
+            return self._array(value, where)
         if numpy is not None and isinstance(value, numpy.generic) and kind is value.dtype.type and not value.dtype.hasobject and value.dtype.names is None:
             return {"scalar": [value.dtype.str, _text(value.tobytes())]}
         return self._missing(value, where)
+
+    def _array(self, value: Any, where: str) -> Any:
+        if value.nbytes >= LARGE_BYTES and value.dtype.isnative:
+            try:
+                return {"large": self._tensor(self.torch.from_numpy(value.copy()), where)}
+            except TypeError:
+                pass  # a type of numbers that torch does not have
+        return {"array": [value.dtype.str, list(value.shape), _text(value.tobytes())]}
 
     def _tensor(self, tensor: Any, where: str) -> Any:
         tensor = tensor.detach()
@@ -117,6 +142,7 @@ class _Packer:
         return told if order == list(range(tensor.dim())) else {**told, "order": order}
 
     def _name(self, where: str) -> str:
+        where = where.encode(errors="backslashreplace").decode()  # half a character is no name in a file that others read
         name, again = where or "state", 1
         while name in self.packed.tensors or name == "__metadata__":
             name, again = f"{where}#{again}", again + 1
@@ -128,7 +154,7 @@ class _Packer:
     def _pairs(self, values: Mapping[Any, Any], where: str, depth: int) -> list[list[Any]]:
         found = []
         for key, value in values.items():
-            at = f"{where}.{key}" if where and type(key) is str else key if type(key) is str else f"{where}[{key!r}]"
+            at = f"{where}.{key}" if where and type(key) is str else key if type(key) is str else f"{where}[{repr(key)[:80]}]"
             packed_key, packed = self._of(key, at, depth + 1), self._of(value, at, depth + 1)
             if not any(type(each) is dict and "missing" in each for each in (packed_key, packed)):
                 found.append([packed_key, packed])
@@ -172,13 +198,21 @@ def _value_of(torch: Any, tree: Any, tensors: Mapping[str, Any], depth: int) -> 
     if kind == "deque":
         return deque((inside(each) for each in told[0]), told[1])
     if kind in ROWS.values():
-        return MADE_OF[kind](inside(each) for each in told)
+        return MADE_OF[kind](inside(each) for each in told if kind == "tuple" or type(each) is not dict or "missing" not in each)
     return _leaf_of(torch, kind, told, inside)
 
 
 def _leaf_of(torch: Any, kind: str, told: Any, inside: Callable[[Any], Any]) -> Any:
     if kind == "float":
         return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[told]
+    if kind == "int":
+        return int(told, 16)
+    if kind == "ints":
+        words = array("q")
+        words.frombytes(_bytes(told[1]))
+        return {"list": list, "tuple": tuple}[told[0]](_little(words))
+    if kind == "large":
+        return inside(told).numpy()
     if kind == "complex":
         return complex(*(inside(each) for each in told))
     if kind == "bytes":
@@ -194,9 +228,11 @@ def _leaf_of(torch: Any, kind: str, told: Any, inside: Callable[[Any], Any]) -> 
     if kind in ("array", "scalar"):
         import numpy
 
-        dtype = numpy.dtype(told[0])
-        if dtype.hasobject:
+        dtype = numpy.dtype(str(told[0]))
+        if dtype.hasobject or dtype.names is not None:
             raise ValueError("an array of objects")
+        if kind == "scalar" and not dtype.itemsize:
+            return dtype.type()  # an empty word
         found = numpy.frombuffer(_bytes(told[-1]), dtype).copy()
         return found.reshape(told[1]) if kind == "array" else found[0]
     if kind == "missing":
@@ -218,6 +254,12 @@ def _dtype(torch: Any, name: str) -> Any:
     if type(found) is not torch.dtype:
         raise ValueError(f"no type of numbers is called {name!r}")
     return found
+
+
+def _little(words: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
 
 
 def _text(data: bytes) -> str:
