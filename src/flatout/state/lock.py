@@ -11,7 +11,7 @@ from pathlib import Path
 from flatout.plan.errors import StorageError
 from flatout.state.disk import PRIVATE_FILE
 
-_held: set[str] = set()  # by this process: the kernel does not refuse it a lock that it has
+_held: dict[str, int] = {}  # by this process: the kernel does not refuse it a lock that it has. A child holds nothing of its parent's
 
 
 class Lock:
@@ -24,7 +24,7 @@ class Lock:
     def __init__(self, path: Path) -> None:
         """Raises StorageError where somebody holds it, OSError where the file cannot be written."""
         self.path, self._name = path, os.path.realpath(path)
-        if self._name in _held:
+        if _held.get(self._name) == os.getpid():
             raise StorageError(f"this process keeps saves in {path.parent} already. Give each training a folder of its own.")
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
         try:
@@ -38,7 +38,7 @@ class Lock:
                 raise StorageError(f"another process keeps saves in {path.parent} ({_who(holder)}). Wait for it, end it, or give this training a folder of "
                                    "its own.") from None
             raise
-        _held.add(self._name)
+        _held[self._name] = os.getpid()
         self._owner = os.getpid()
 
     def _sign(self) -> None:
@@ -59,7 +59,7 @@ class Lock:
     def release(self) -> None:
         if self._handle >= 0 and os.getpid() == self._owner:
             os.close(self._handle)
-            _held.discard(self._name)
+            _held.pop(self._name, None)
         self._handle = -1
 
 

@@ -70,15 +70,20 @@ class Saver:
         try:
             copy = self._snapshot.take(state if isinstance(state, Packed) else state())
             writing = threading.Thread(target=self._write, args=(step, copy, dict(told)), name="flatout saves", daemon=True)
+            self._waited(step, began_s)  # before there is anybody who adds to it
             writing.start()
-        except (MemoryError, RuntimeError) as error:  # there is no memory for a copy, or no more threads may be made
-            self._complain(f"step {step} was not saved: its state could not be copied ({error}). The training goes on.")
-        else:
             self._writing = writing
-        self._began_s, self._last_step = self.clocks.wall_s(), step
-        self.cost.saves += 1
-        self.cost.last_s = waited_s = self._began_s - began_s
-        self.cost.waited_s += waited_s
+        except (MemoryError, RuntimeError) as error:  # there is no memory for a copy, or no more threads may be made
+            self._waited(step, began_s)
+            self._complain(f"step {step} was not saved: its state could not be copied ({error}). The training goes on.")
+
+    def _waited(self, step: int, since_s: float) -> None:
+        self._began_s = self.clocks.wall_s()
+        self.cost.last_s = self._began_s - since_s
+        if step != self._last_step:
+            self.cost.saves += 1
+        self.cost.waited_s += self.cost.last_s
+        self._last_step = step
 
     def wait(self) -> None:
         """Until nothing is being written."""

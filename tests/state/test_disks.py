@@ -1,0 +1,185 @@
+"""Disks that refuse: full, limited, read-only, gone. The training goes on, says so at once, keeps its good saves, and saves again when it can."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from cutting import in_a_child
+
+from flatout.plan.errors import StorageError
+from flatout.state.saver import Clocks, Saver
+from flatout.state.saves import Saves
+from flatout.state.values import pack
+
+torch = pytest.importorskip("torch", reason="not run: there is no torch here")
+CLOCKS = Clocks(lambda: 0.0, lambda: 0.0)
+
+
+def training(folder, trouble, mended, steps=8):
+    """A training of ``steps`` steps that saves each: ``trouble()`` after the third, ``mended()`` after the sixth. What was said, and after which step."""
+    said, weights = [], torch.zeros(100_000)
+    with Saves(folder, keep=2) as saves:
+        saver = Saver(torch, saves, "test", CLOCKS, lambda sentence: said.append((step, sentence)), every=1)
+        for step in range(1, steps + 1):
+            weights += 1
+            saver.save(step, pack(torch, {"w": weights}), {})
+            saver.wait()
+            if step == 3:
+                trouble()
+            if step == 5:
+                good = [each.read(torch)["w"][0].item() for each in [saves.newest()[0]]] if os.path.isdir(folder) else ["gone"]
+            if step == 6:
+                mended()
+    newest, bad = Saves(folder).newest()
+    return {"said": said, "good": good, "newest": newest.step, "bad": len(bad), "left": sorted(os.listdir(folder)), "done": weights[0].item()}
+
+
+def heard(told, words):
+    assert told["done"] == 8.0
+    assert told["newest"] == 8
+    assert told["bad"] == 0
+    first, again = told["said"]
+    assert first[0] == 4  # at once
+    assert words in first[1]
+    assert first[1].endswith("The training goes on.")
+    assert tuple(again) == (7, "step 7 is saved; the 3 tries before it were not.")
+    assert all(name == "lock" or name.startswith("step-") for name in told["left"])
+
+
+def in_a_child_that_tells(act):
+    reading, writing = os.pipe()
+
+    def child():
+        os.write(writing, json.dumps(act()).encode())
+
+    assert in_a_child(child) == 0
+    return json.loads(os.read(reading, 1 << 16))
+
+
+def test_a_file_that_may_not_grow(tmp_path):
+    """RLIMIT_FSIZE: a quota, as a process meets it."""
+    def limited(size):
+        return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def act():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        return training(tmp_path / "saves", limited(300_000), limited(resource.RLIM_INFINITY))
+
+    told = in_a_child_that_tells(act)
+    heard(told, f"cannot keep saves in {tmp_path / 'saves'}: File too large. Free some space there, or name a folder that can be written.")
+    assert told["good"] == [3.0]
+
+
+FULL = """
+import json, os, subprocess, sys
+sys.path[:0] = [{here!r}]
+from test_disks import training
+disk = {disk!r}
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], check=True)
+def fill():
+    with open(disk + "/other", "wb") as file:
+        try:
+            file.write(bytes(1 << 30))
+        except OSError:
+            pass
+print(json.dumps([training(__import__("pathlib").Path(disk, "saves"), fill, lambda: os.unlink(disk + "/other")),
+                  training(__import__("pathlib").Path(disk, "more"), lambda: subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", disk], check=True),
+                           lambda: subprocess.run(["umount", disk], check=True))]))
+"""
+
+
+def test_a_disk_that_is_full_and_one_that_gives_way_to_a_read_only_one(tmp_path):
+    """Real file systems of a few MiB, in a namespace of their own: root writes where it may not, but nobody where there is no space."""
+    (tmp_path / "disk").mkdir()
+    program = FULL.format(here=os.path.dirname(__file__), disk=str(tmp_path / "disk"))
+    try:
+        subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", tmp_path / "disk"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not run: this machine does not allow a file system of one's own (unshare -Urm)")
+    done = subprocess.run(["unshare", "-Urm", sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    full, read_only = json.loads(done.stdout)
+    heard(full, "No space left on device")
+    assert full["good"] == [3.0]
+    heard(read_only, "Read-only file system")
+    assert read_only["good"] == [3.0]
+
+
+def test_a_folder_that_vanishes_and_one_that_comes_back(tmp_path):
+    folder, aside = tmp_path / "run" / "saves", tmp_path / "aside"
+    # Somebody removes all of it, and does not give it back: it is made anew, at once.
+    told = training(folder, lambda: shutil.rmtree(folder), lambda: None)
+    assert (told["said"], told["newest"], told["left"]) == ([], 8, ["lock", "step-00000007", "step-00000008"])
+    shutil.rmtree(folder.parent)
+    # A mount that goes away and comes back with what it had; in the meantime nothing can be made there.
+    def away():
+        folder.parent.rename(aside)
+        folder.parent.write_text("a file where the folder was")
+
+    def back():
+        folder.parent.unlink()
+        aside.rename(folder.parent)
+
+    heard(training(folder, away, back), "cannot keep saves in")
+
+
+def test_another_process_that_came_first_is_not_disturbed(tmp_path):
+    """The folder vanishes, and another training begins in one of the same name: the first one goes on without saves."""
+    folder, said = tmp_path / "saves", []
+    with Saves(folder) as saves:
+        saver = Saver(torch, saves, "test", CLOCKS, said.append, every=1)
+        shutil.rmtree(folder)
+        done = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                with Saves(folder) as others:
+                    others.write("test", 50, {"": pack(torch, {"w": 1})})
+                    os.write(done[1], b"x")
+                    signal.pause()
+            finally:
+                os._exit(1)
+        os.close(done[1])
+        assert os.read(done[0], 1)
+        try:
+            saver.save(1, pack(torch, {"w": 0}), {})
+            saver.wait()
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert len(said) == 1
+        assert "another process keeps saves in" in said[0]
+        assert [each.name for each in saves.paths()] == ["step-00000050"]
+        saver.save(51, pack(torch, {"w": 0}), {})  # it has ended
+        saver.wait()
+        assert saves.newest()[0].step == 51
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EIO])
+def test_file_systems_that_do_not_flush_folders(tmp_path, monkeypatch, number):
+    """As some network and FUSE ones: their files are flushed all the same. An error of the disk is an error."""
+    import stat
+
+    really = os.fsync
+
+    def fsync(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        really(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if number == errno.EIO:
+        with pytest.raises(StorageError, match="Input/output error"), Saves(tmp_path / "saves") as saves:
+            saves.write("test", 1, {"": pack(torch, 1)})
+    else:
+        with Saves(tmp_path / "saves") as saves:
+            saves.write("test", 1, {"": pack(torch, 1)})
+        assert Saves(tmp_path / "saves").newest()[0].read(torch) == 1
