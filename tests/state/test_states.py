@@ -135,7 +135,8 @@ def test_what_is_tied_stays_tied_and_what_is_not_in_the_set_is_named(tmp_path):
         deep = [deep]
     state = {"model": {"a": weight, "b": weight, "image": image}, "odd": [1, Strange(), lambda: 0], "set": {1, Strange},
              "mine": MyList([1]), "sparse": torch.eye(3).to_sparse(),
-             "round": round_and_round, "\ud800": torch.zeros(2), "deep": deep, ("key", 1): Strange(), "structured": numpy.zeros(2, dtype="i4,f8"), "objects": numpy.array([object()]),
+             "round": round_and_round, "\ud800": torch.zeros(2), "deep": deep, ("key", 1): Strange(),
+             "structured": numpy.zeros(2, dtype="i4,f8"), "objects": numpy.array([object()]),
              "half": torch.rand(4)[::2], "grows": torch.ones(1).expand(5)}
     packed = pack(torch, state)
     assert set(packed.left_out) == {"odd[1]", "odd[2]", "set[1]", "set[0]", "mine", "sparse", "round[1]", "round[2]", "[('key', 1)]", "structured", "objects",
