@@ -14,12 +14,14 @@ import tempfile
 import threading
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.overlay import Overlay
 from flatout.capture.shelter import Shelter
 from flatout.plan.standing import Standing
+from flatout.plan.trust import private_folder
 
 PATIENCE_S = 0.5  # for the one who has made a folder to say so
 
@@ -90,8 +92,8 @@ def launch_folder(here: Standing) -> str:
     made = os.environ.get("FLATOUT_GANG")
     if made:
         return made
-    folder = os.path.join(tempfile.gettempdir(), f"flatout-ranks-{hashlib.sha256(here.meeting.encode()).hexdigest()[:16]}")
-    os.makedirs(folder, mode=0o700, exist_ok=True)
+    # Everybody can guess the name; a folder that another user has made first is refused.
+    folder = str(private_folder(Path(tempfile.gettempdir()) / f"flatout-ranks-{hashlib.sha256(here.meeting.encode()).hexdigest()[:16]}"))
     atexit.register(shutil.rmtree, os.path.join(folder, f"rank{here.rank}.files"), ignore_errors=True)
     return folder
 

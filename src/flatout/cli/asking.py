@@ -73,7 +73,7 @@ class Asked:
         self.name = name
         self.command = understand(words_or_usage(words, name))
         self.folder, self.facts = writable(job_folder(self.command, job), job is not None), look()
-        self.header = header(self.command.typed, self.facts)
+        self.header = header(self.command.shown, self.facts)
 
     def answer(self, record: ProgramRecord, budget_s: float, run: Callable[[Callable[[str, str], None], Callable[[], None]], object]) -> None:
         """``run`` fills the record; it is given what tells a stage, and what saves. Raises FlatoutError, KeyboardInterrupt."""

@@ -9,6 +9,7 @@ import click
 
 from flatout import __version__
 from flatout.plan.errors import FlatoutError
+from flatout.plan.legible import harmless
 
 COMMANDS = {
     "tune": "Find the fastest plan for a program, and prove that it learns the same.",
@@ -70,7 +71,7 @@ def main() -> None:
         sys.stderr.write("flatout: stopped\n")
         sys.exit(130)
     except FlatoutError as error:
-        sys.stderr.write(f"flatout: {error}\n")
+        sys.stderr.write(f"flatout: {harmless(str(error))}\n")
         sys.exit(error.exit_code)
 
 

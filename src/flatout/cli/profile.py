@@ -92,7 +92,7 @@ def profile(cmd: Command, folder: JobFolder, facts: Facts, wishes: Wishes) -> Pr
     """Run a profile, and keep its record and its page in the folder. Raises FlatoutError, KeyboardInterrupt."""
     machine = {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "system": facts.system,
                "gpus": [{"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)} for g in facts.gpus]}
-    record = ProfileRecord(**header(cmd.typed, facts), machine=machine)
+    record = ProfileRecord(**header(cmd.shown, facts), machine=machine)
     with kept(record, folder.profile) as save, LiveProgress(Console(stderr=True), wishes.budget_s) as progress:
         Profiling(cmd, folder, facts, wishes, record, _ceilings(facts), progress, save).run()
     _write_page(record, folder)

@@ -13,13 +13,16 @@ import click
 
 from flatout.cli import places, ranks
 from flatout.cli.arguments import PROGRAM, Duration, LeverByName, program, read_plan, words_or_usage
+from flatout.launch.caches import private_caches
 from flatout.launch.command import Command, understand
 from flatout.launch.environment import attached, listening
 from flatout.levers import TABLE
 from flatout.plan.errors import FlatoutError, ProgramNotFound, UsageError
 from flatout.plan.facts import Facts
 from flatout.plan.folder import read_json, write_json
+from flatout.plan.legible import harmless
 from flatout.plan.plan import Choice, Plan, in_words
+from flatout.plan.trust import distrusted
 from flatout.plan.words import Moment
 from flatout.probe.machine import look
 from flatout.tune.session import differences, job_folder, key_of, plan_files
@@ -59,7 +62,7 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
         plan = (plan or Plan()).with_choice(choice)
     if plan is None and not asked.several and place is None:
         remark = remark or "no plan fits this command yet"
-        _say(f"{remark}; running it as it is. To tune: flatout tune {' '.join(words)}")
+        _say(f"{remark}; running it as it is. To tune: flatout tune {' '.join(cmd.shown)}")
     elif remark:
         _say(remark)
     if asked.several or place is not None:
@@ -109,6 +112,8 @@ def _plan_for(cmd: Command, facts: Facts, given: str | None, made_for: str) -> t
     remark = ""
     for path in plan_files(cmd, made_for):
         try:
+            if why := distrusted(path, whose=cmd.script):
+                raise UsageError(f"the plan in {path} is not used: {why} (--plan {path} uses it all the same)")
             plan = read_plan(str(path))
         except FlatoutError as error:
             remark = str(error)
@@ -158,6 +163,8 @@ def _environment(plan: Plan, facts: Facts, watch: dict[str, float] | None = None
             extra.update(lever.environment(facts, answer.value_for(choice.value)))
         except Exception as error:
             left_out.append((choice.name, str(error)))
+    for sentence in private_caches(os.environ)[1]:
+        _say(sentence)
     job = Path(tempfile.mkdtemp(prefix="flatout-run-")) / "job.json"
     # exec keeps the process number, which is how the program knows itself among its children.
     write_json(job, {"entry": ENTRY, "plan": plan.to_json(), "facts": facts.to_json(), "pid": os.getpid(), "left_out": left_out, "watch": watch,
@@ -180,4 +187,4 @@ def _become(cmd: Command, environment: dict[str, str]) -> NoReturn:
 
 
 def _say(sentence: str) -> None:
-    sys.stderr.write(f"flatout: {sentence}\n")
+    sys.stderr.write(f"flatout: {harmless(sentence)}\n")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.plan.errors import ProgramNotFound, UsageError
+from flatout.plan.secrets import masked
 
 TAKES_ARGUMENT = {"-X", "-W", "--check-hash-based-pycs"}
 
@@ -32,9 +33,14 @@ class Command:
         return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40] or "job"
 
     @property
+    def shown(self) -> tuple[str, ...]:
+        """What was typed, as it may be kept and shown: without its secrets."""
+        return tuple(masked(self.typed))
+
+    @property
     def digest(self) -> str:
-        """Of everything typed and the folder it was typed in."""
-        return hashlib.sha256("\0".join((*self.typed, os.getcwd())).encode()).hexdigest()[:8]
+        """Of everything typed but its secrets, which may be new each time, and of the folder it was typed in."""
+        return hashlib.sha256("\0".join((*self.shown, os.getcwd())).encode(errors="surrogateescape")).hexdigest()[:8]
 
     @property
     def script_digest(self) -> str:

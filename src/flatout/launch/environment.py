@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from flatout.launch.caches import private_caches
+
 SITE = Path(__file__).resolve().parent.parent / "capture" / "site"
 
 # A trial must not report to anybody's experiment tracker.
@@ -18,7 +20,7 @@ def attached(job: Path, extra: Mapping[str, str], becomes: bool = False) -> dict
 
     ``becomes`` says that this process will be replaced by the program, and not start it as a child.
     """
-    return {**listening(Path(f"{job}.explained"), becomes), "FLATOUT_JOB": str(job), **extra}
+    return {**listening(Path(f"{job}.explained"), becomes), **private_caches(os.environ)[0], "FLATOUT_JOB": str(job), **extra}
 
 
 def listening(told: Path, becomes: bool) -> dict[str, str]:

@@ -7,6 +7,7 @@ step of the first Loop begins: a Loop that is never iterated over waits for nobo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -87,8 +88,7 @@ class Ranks:
 
     def one_answer(self, answer: str, refusal: str) -> None:
         """All ranks go on with the same answer, or none does. Raises LoopError where another rank has refused or answers otherwise."""
-        found: list[Any] = [None] * len(self.members)
-        self._exchanged(lambda: self.torch.distributed.all_gather_object(found, (answer, refusal), group=self._group))
+        found = self._told_by_all([answer, refusal])
         if refusal:
             return
         for rank, (theirs, why) in zip(self.members, found, strict=True):
@@ -133,9 +133,18 @@ class Ranks:
 
     def _words(self, said: str) -> str:
         """What the ranks that ended have to say; every rank calls it at the same place."""
-        found: list[Any] = [""] * len(self.members)
-        self._exchanged(lambda: self.torch.distributed.all_gather_object(found, said, group=self._group))
+        found = self._told_by_all(said)
         return "; ".join(f"rank {rank} has ended the training, so all ranks do: {words}" for rank, words in zip(self.members, found, strict=True) if words)
+
+    def _told_by_all(self, what: Any) -> list[Any]:
+        """What each rank tells here. As JSON: torch's own way for objects is a pickle, which runs what it is sent."""
+        torch, distributed = self.torch, self.torch.distributed
+        data = json.dumps(what).encode()
+        longest = self._largest([len(data)])[0]
+        mine = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+        all_of_them = [torch.empty_like(mine) for _ in self.members]
+        self._exchanged(lambda: distributed.all_gather(all_of_them, mine, group=self._group))
+        return [json.loads(bytes(one.tolist())) for one in all_of_them]
 
     def _take_part(self, said: str) -> None:
         if self.rejoin is None:

@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from flatout.plan.errors import StorageError
+from flatout.plan.trust import distrusted
+
+MOST_BYTES = 1 << 26  # of a record; the largest that was seen had 3 MB
+MOST_VALUES = 1 << 21  # of 100 bytes each, the largest that a value of three characters can be
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -41,10 +46,21 @@ def write_json(path: Path, data: Any) -> None:
     write_whole(path, json.dumps(data, indent=1, sort_keys=False) + "\n")
 
 
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """The text of an ordinary file. Raises OSError, also for a pipe, a device, and what is longer; ValueError for what is not UTF-8."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe that nobody writes to is not waited for
+    with os.fdopen(handle, "rb") as file:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode) or about.st_size > most_bytes:
+            raise OSError(0, "it is not an ordinary file of a sensible length", str(path))
+        return file.read(most_bytes).decode("utf-8")
+
+
 def read_json(path: Path) -> Any:
-    """The content, or None where there is no file or it is not JSON (a power cut, another tool)."""
+    """The content, or None where there is no file or it is not JSON (a power cut, another tool), or more of it than any record has."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = read_text(path)
+        return json.loads(text) if text.count(",") + text.count("[") + text.count("{") <= MOST_VALUES else None
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -55,7 +71,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             found.append(record)
@@ -70,8 +86,11 @@ class JobFolder:
 
     def make(self) -> JobFolder:
         try:
-            self.trials.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            if why := distrusted(self.path, whose=self.path.absolute().parent.parent):  # whoever owns the project's folder owns its records
+                raise StorageError(f"the records in {self.path} are not used: {why}. Name another folder with --job DIR.")
             self.path.chmod(0o700)
+            self.trials.mkdir(exist_ok=True)
         except OSError as error:
             raise StorageError(f"cannot make the folder {self.path}: {error.strerror}. Name a folder that can be written with --job DIR.") from error
         return self

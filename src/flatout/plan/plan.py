@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.plan.errors import PlanError
+from flatout.plan.folder import read_text
 from flatout.plan.lever import Value
 from flatout.plan.words import Origin
 
@@ -115,7 +116,7 @@ class Plan:
                 raise PlanError(f"{path} is not a file. `flatout tune COMMAND...` makes a plan.")
             if path.stat().st_size > MAX_PLAN_BYTES:
                 raise PlanError(f"{path} has {path.stat().st_size:,} bytes; a plan is never that large. Is it the right file?")
-            return cls.from_toml(path.read_text(encoding="utf-8"), str(path))
+            return cls.from_toml(read_text(path, MAX_PLAN_BYTES), str(path))
         except FileNotFoundError:
             raise PlanError(f"there is no plan {str(path)!r}. `flatout tune COMMAND...` makes one.") from None
         except (OSError, UnicodeDecodeError) as error:

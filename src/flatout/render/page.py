@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from functools import cache
 from typing import Any
 
@@ -29,5 +30,9 @@ def environment(*sheets: str) -> Environment:
 
 
 def _clean(value: Any) -> Any:
-    """Every value on its way into the page. What is Markup was cleaned when it was made."""
-    return value if isinstance(value, Markup) or not isinstance(value, str) else wording.legible(value, 4000)
+    """Every value on its way into the page. What is Markup was cleaned when it was made. Pages are passed on: whose home something lies in stays out."""
+    if not isinstance(value, str):
+        return value
+    home = os.path.expanduser("~").rstrip("/")
+    shown = value if isinstance(value, Markup) else wording.legible(value, 4000)
+    return shown.replace(f"{home}/", "~/") if home.startswith("/") else shown

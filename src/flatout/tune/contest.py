@@ -29,7 +29,7 @@ def hold(order: dict[str, Any], facts: Facts) -> dict[str, Any]:
     if order["kind"] == "look":
         return {"facts": facts.to_json(), "key": key_of(command, facts)}
     with tempfile.TemporaryDirectory(prefix="flatout-contest-") as folder:
-        tuning = Tuning(command, JobFolder(Path(folder)).make(), facts, SessionRecord(list(command.typed), folder, {}), Goal(order["budget_s"]))
+        tuning = Tuning(command, JobFolder(Path(folder)).make(), facts, SessionRecord(list(command.shown), folder, {}), Goal(order["budget_s"]))
         arena = tuning.arena
         arena.tick_ms, arena.unit, arena.prefetched_ticks = order["tick_ms"], order["unit"], order["prefetched_ticks"]
         tuning.start_cost_s, tuning.longest_pair_s, tuning.copies = order["start_cost_s"], order["longest_pair_s"], order["copies"]

@@ -33,7 +33,7 @@ def missing(record: TrialRecord) -> str:
 
 def meant(way: str, command: Command, procs: int) -> str:
     """What to do in place of --procs: a sentence with the command."""
-    typed = shlex.join(command.typed)
+    typed = shlex.join(command.shown)
     if way == BY_LAUNCHER:
         return f"Leave --procs away, and tell the launcher how many it shall start: flatout run {typed}"
     if way == IN_CHILDREN:

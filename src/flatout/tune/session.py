@@ -26,7 +26,7 @@ def key_of(command: Command, facts: Facts, ranks: str = "") -> dict[str, str]:
     """What a Plan is good for: this command, this script, this machine, these versions. ``ranks``: as how many it runs, "" for one process."""
     gpus = ", ".join(gpu.name for gpu in facts.gpus)
     return {
-        "command": " ".join(command.typed),
+        "command": " ".join(command.shown),
         "script": command.script_digest,
         "machine": f"{facts.cpu}, {facts.cores} cores" + (f", {gpus}" if gpus else ""),
         "versions": ", ".join(f"{name} {facts.versions[name]}" for name in ("torch", "torchvision") if name in facts.versions),
@@ -71,7 +71,7 @@ def open_session(job: JobFolder, command: Command, facts: Facts, budget_s: float
         return old
     machine = {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "system": facts.system,
                "gpus": [{"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)} for g in facts.gpus]}
-    return SessionRecord(list(command.typed), os.getcwd(), key, flatout=__version__, created=today(), budget_s=budget_s, effects=effects,
+    return SessionRecord(list(command.shown), os.getcwd(), key, flatout=__version__, created=today(), budget_s=budget_s, effects=effects,
                          memory_limit_bytes=memory_limit_bytes, machine=machine, versions={"python": facts.python, "flatout": __version__, **facts.versions})
 
 
