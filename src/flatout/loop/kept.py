@@ -16,9 +16,10 @@ PARTS = ("model", "buffers", "modes", "optimizer", "scheduler", "also", "precisi
 class Kept:
     """``also``: what the program wants kept beside, by name, each with ``state_dict`` and ``load_state_dict``."""
 
-    def __init__(self, loop: Any, gradient: Gradient, update: Update, sizer: Sizer | None, also: Mapping[str, Any]) -> None:
+    def __init__(self, loop: Any, gradient: Gradient, update: Update, sizer: Sizer | None, also: Mapping[str, Any], divided: Any = None) -> None:
         self.loop, self.also, self.torch = loop, also, loop.torch
         self._gradient, self._update, self._sizer = gradient, update, sizer
+        self.divided = divided is not None  # each rank has a part of the model, or slices of its tensors
         parallel = isinstance(loop.model, loop.torch.nn.parallel.DistributedDataParallel)
         self.model = loop.model.module if parallel else loop.model  # one process can go on from a save of many
 
@@ -39,11 +40,7 @@ class Kept:
         """Where something is not as it was saved. Raises SaveError where the state is of another training."""
         loop = self.loop
         self._load("model", self.model, state["model"])
-        own = dict(self.model.named_buffers())
-        for name, value in state["buffers"].items():
-            if name in own and own[name].shape == value.shape:
-                with self.torch.no_grad():
-                    own[name].copy_(value)
+        self.put_back_buffers(state["buffers"])
         for name, module in self.model.named_modules():
             module.training = name not in state["modes"]
         self._load("optimizer", loop.optimizer, state["optimizer"])
@@ -69,6 +66,17 @@ class Kept:
         for part in PARTS:
             _compare(self.torch, state[part], now[part], part, found.append)
         return found
+
+    def all_buffers(self) -> dict[str, Any]:
+        """Of a rank beside the first: only parameters are the same on all of them."""
+        return dict(self.model.named_buffers())
+
+    def put_back_buffers(self, buffers: Mapping[str, Any]) -> None:
+        own = dict(self.model.named_buffers())
+        with self.torch.no_grad():
+            for name, value in buffers.items():
+                if name in own and own[name].shape == value.shape:
+                    own[name].copy_(value)
 
     def _load(self, what: str, thing: Any, state: Any) -> None:
         try:

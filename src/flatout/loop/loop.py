@@ -22,17 +22,19 @@ from flatout.engine.applier import Outcome
 from flatout.engine.replay import needs_closure
 from flatout.loop.accumulation import HOW
 from flatout.loop.autoplan import Autoplan, effects_of
+from flatout.loop.company import company_of
 from flatout.loop.finite import Watch
 from flatout.loop.gradient import Gradient
 from flatout.loop.kept import Kept
 from flatout.loop.levers import Levers, plan_of
 from flatout.loop.memory import MicroBatches
+from flatout.loop.opened import measured, opened
 from flatout.loop.pipeline_parallel import Pipeline, PipelineParallel
 from flatout.loop.precision import Precision
 from flatout.loop.ranks import ranks_of
 from flatout.loop.reduction import MEAN, SUM
 from flatout.loop.resumed import Resumed
-from flatout.loop.saving import Saving, measured
+from flatout.loop.saving import Saving
 from flatout.loop.sizing import Sized, Sizer
 from flatout.loop.step import Rate, Step
 from flatout.loop.tensor_parallel import TensorParallel, refused
@@ -125,7 +127,10 @@ class Loop:
         if strange := {name: type(thing).__name__ for name, thing in (also or {}).items() if not hasattr(thing, "load_state_dict")}:
             raise LoopError(f"also={strange!r}: what is to be saved beside has state_dict and load_state_dict.")
         self._ranks = ranks_of(torch, model) if divided is None else None
-        self._saving = Saving(torch, saves, _positive("save_every", save_every), fresh, on_drift) if saves is not None and not measured() else None
+        self._saving: Saving | None = None
+        if saves is not None and not measured():
+            company = company_of(torch, model)
+            self._saving = Saving(torch, opened(Path(saves), fresh, company), _positive("save_every", save_every), on_drift, company)
         if plan == AUTO and self._saving is not None and self._saving.plan is not None:
             plan, effects = Plan.from_toml(self._saving.plan), None  # what was found is not searched for again
         rejoin = self._ranks.rejoin if self._ranks is not None else None
@@ -153,7 +158,7 @@ class Loop:
         if self._saving is not None:
             settings = {"model": type(model).__name__, "optimizer": type(optimizer).__name__, "scheduler": type(scheduler).__name__, "precision": precision,
                         "clip": clip, "effective batch": effective_batch, "micro-batch": micro_batch}
-            self.resumed = self._saving.attach(self, Kept(self, self._gradient, self._update, self._sizer, also or {}), settings)
+            self.resumed = self._saving.attach(self, Kept(self, self._gradient, self._update, self._sizer, also or {}, divided), settings)
         self._extras = self._around_a_step()
 
     def __iter__(self) -> Iterator[Step]:
@@ -177,14 +182,14 @@ class Loop:
                 seen += len(window)
                 yield self._step(window, None if length is None else seen >= length)
                 if self.steps is not None and self.index - first >= self.steps:
-                    self._settle()
+                    self.settle()
                     return
                 if saving is not None:
                     saving.edge()
             if not seen:
                 raise LoopError("the loader gave no batch. An iterator can be gone through only once: give the loader itself, not iter(loader).")
             self.epoch += 1
-        self._settle()
+        self.settle()
 
     def __repr__(self) -> str:
         of = f" of {self.steps}" if self.steps is not None else ""
@@ -253,7 +258,7 @@ class Loop:
             known.append(self.epochs * length // batches)
         return min(known) if known else None
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Hear how the last update went on the other ranks."""
         if self._ranks is not None:
             self._ranks.settle()

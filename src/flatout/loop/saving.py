@@ -8,61 +8,41 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from flatout.levers import TABLE
+from flatout.loop.company import Company
 from flatout.loop.kept import Kept
+from flatout.loop.opened import KIND, Opened
+from flatout.loop.parts import parts_of
 from flatout.loop.resumed import Resumed
 from flatout.loop.signals import Signals
-from flatout.measure.clock import seconds, thread_seconds
+from flatout.measure.clock import seconds, sleep, thread_seconds
 from flatout.pipeline.streams import own_generators
-from flatout.plan.errors import LoopError, SaveError
-from flatout.plan.folder import read_json
+from flatout.plan.errors import FlatoutError, LoopError
 from flatout.plan.words import Effect, Moment
 from flatout.state.drift import drift, surroundings
 from flatout.state.loading import Reading
 from flatout.state.randoms import random_states, set_random_states
 from flatout.state.saver import Clocks, Saver
-from flatout.state.saves import Save, Saves
+from flatout.state.saves import Save
+from flatout.state.together import Together
 from flatout.state.values import Packed, pack
 
 LOGGER = logging.getLogger("flatout")
 LEVERS = {lever.name: lever for lever in TABLE}
-KIND = "loop"
-MEASURED = "flatout.trial."
-
-
-def measured() -> bool:
-    """Whether this process is one that flatout measures, which goes on from nothing and leaves nothing behind."""
-    path = os.environ.get("FLATOUT_JOB")
-    job = read_json(Path(path)) if path else None
-    return isinstance(job, dict) and str(job.get("entry", "")).startswith(MEASURED)
 
 
 class Saving:
-    """``found`` is the save to go on from, None where the training begins."""
+    """``opened``: the folder, and the save to go on from. ``company``: the ranks that keep one save together, None for a process alone."""
 
-    def __init__(self, torch: Any, folder: str | Path, every: int | None, fresh: bool, on_drift: str) -> None:
-        """Raises SaveError where there are saves and none can be believed, StorageError where the folder cannot be written."""
-        self.torch, self.every, self.stops_on_drift = torch, every, on_drift == "stop"
-        self.saves = Saves(Path(folder)).open()
-        self.damaged: list[Path] = []
-        self.found: Save | None = None
-        if fresh:
-            aside = self.saves.begin_anew()
-            if aside is not None:
-                LOGGER.info("fresh=True: the saves that were there are in %s now", aside)
-        else:
-            self.found, bad = self.saves.newest()
-            self.damaged = [self.saves.set_aside(each) for each in bad]
-            for each, path in zip(bad, self.damaged, strict=True):
-                LOGGER.warning("%s cannot be believed: %s. It was put into %s", each.path.name, each.why, path)
-        if self.found is not None and self.found.manifest.kind != KIND:
-            raise SaveError(f"{self.found.path} was not written by a flatout.Loop. Name another folder in saves=.")
+    def __init__(self, torch: Any, opened: Opened, every: int | None, on_drift: str, company: Company | None) -> None:
+        self.torch, self.opened, self.saves, self.every, self.company = torch, opened, opened.saves, every, company
+        self.stops_on_drift = on_drift == "stop"
+        self.rank, self.ranks = (company.rank, company.ranks) if company is not None else (0, 1)
         self._signals = Signals()
         self._open = True
         self._inexact: list[str] = []  # from the run before
@@ -72,46 +52,73 @@ class Saving:
     @property
     def plan(self) -> str | None:
         """Under which the training was saved, as TOML, where it was one that plan="auto" had found."""
-        return self.found.manifest.told.get("tuned") if self.found is not None else None
+        return self.opened.told.get("tuned")
 
     # -- going on -----------------------------------------------------------------------------------------------------------
 
     def attach(self, loop: Any, kept: Kept, settings: Mapping[str, Any]) -> Resumed | None:
         """The Loop is made: what a save holds is put back, but for random numbers and the place in the data, which wait until it is iterated over."""
-        self.loop, self.kept, self.settings = loop, kept, dict(settings)
+        self.loop, self.kept, self.settings = loop, kept, {**settings, "ranks": self.ranks}
         self.reading = Reading(self.torch, loop.loader, own_generators)
         parameters = self.kept.parameters()
-        self.saver = Saver(self.torch, self.saves, KIND, Clocks(seconds, thread_seconds), self._say, every=self.every,
-                           sound=lambda packed: _not_finite(self.torch, packed, parameters))
-        return self._go_on(self.found) if self.found is not None else None
+        clocks = Clocks(seconds, thread_seconds)
+
+        def sound(packed: Packed) -> str:
+            return _not_finite(self.torch, packed, parameters)
+
+        if self.ranks > 1:
+            write = Together(self.saves, KIND, self.rank, self.ranks, self.opened.writer_pid, sound, seconds, sleep).write
+            self.saver = Saver(self.torch, self.saves, KIND, clocks, self._say, every=self.every, write=write)
+        else:
+            self.saver = Saver(self.torch, self.saves, KIND, clocks, self._say, every=self.every, sound=sound)
+        if self.opened.save is None:
+            return None
+        resumed, error = None, None
+        try:
+            resumed = self._go_on(self.opened.save)
+        except FlatoutError as failed:
+            error = failed
+        if self.company is not None:
+            self.company.all_fine(error)
+        elif error is not None:
+            self.saves.close()
+            raise error
+        return resumed
 
     def _go_on(self, save: Save) -> Resumed:
         told = save.manifest.told
         differs = drift(told.get("surroundings", {}), self._surroundings())
-        if self.stops_on_drift and differs:
-            raise LoopError(f"{save.path} cannot be gone on from exactly: {'; '.join(differs)}. on_drift=\"say\" goes on all the same, fresh=True begins anew.")
-        state = save.read(self.torch)
-        inexact = [*told.get("inexact", ()), *(f"{where} ({what}) was not stored" for where, what in save.manifest.left_out.items())]
+        state, own, place, words = parts_of(self.torch, save, self.rank, self.ranks, self.kept.divided, self.reading.shape())
+        inexact = [*told.get("inexact", ()), *(f"{where} ({what}) was not stored" for where, what in save.manifest.left_out.items()), *words]
+        if self.stops_on_drift and (differs or words):
+            self._refuse(save, [*differs, *words])
         inexact += [f"{where} is not what it was" for where in self.kept.put_back(state)]
-        differs += self.reading.go_on(state["place"])
-        if self.stops_on_drift and differs:
-            raise LoopError(f"{save.path} cannot be gone on from exactly: {'; '.join(differs)}. on_drift=\"say\" goes on all the same, fresh=True begins anew.")
+        if own is not state:
+            self.kept.put_back_buffers(own["all buffers"])
+        moved = self.reading.go_on(place)
+        if self.stops_on_drift and moved:
+            self._refuse(save, moved)
+        differs += moved
         at = state["loop"]
         self.loop.index, self.loop.epoch, self._first = at["index"], at["epoch"], (at["first_index"], at["first_epoch"])
         self.saver.goes_on(save.step)
-        self._inexact, self._resumed_state = list(dict.fromkeys([*inexact, *differs])), state
-        resumed = Resumed(save.step, at["epoch"], save.path, tuple(differs), tuple(dict.fromkeys(inexact)), tuple(self.damaged))
-        for sentence in resumed.sentences()[len(self.damaged):]:
-            LOGGER.log(logging.INFO if resumed.exact else logging.WARNING, sentence)
+        self._inexact, self._resumed_state = list(dict.fromkeys([*inexact, *differs])), own
+        resumed = Resumed(save.step, at["epoch"], save.path, tuple(differs), tuple(dict.fromkeys(inexact)), tuple(self.opened.damaged))
+        if self.rank == 0:
+            for sentence in resumed.sentences():
+                LOGGER.log(logging.INFO if resumed.exact else logging.WARNING, sentence)
         return resumed
+
+    def _refuse(self, save: Save, differs: list[str]) -> None:
+        raise LoopError(f"{save.path} cannot be gone on from exactly: {'; '.join(differs)}. on_drift=\"say\" goes on all the same, fresh=True begins anew.")
 
     # -- while it is iterated over ------------------------------------------------------------------------------------------
 
     def begin(self) -> tuple[int, int]:
         """Step and epoch with which this iteration began; the random numbers of the save go on from here."""
-        if not self._open:
+        if not self._open and self.rank == 0:
             self.saves.open()
-            self._open = True
+        self._open = True
         self._signals.listen()
         if self._resumed_state is None:
             self._first = self.loop.index, self.loop.epoch
@@ -134,9 +141,14 @@ class Saving:
 
     def edge(self) -> None:
         """Between two steps. Raises SystemExit where a signal has asked to end, once a save is written."""
-        if self._signals.seen:
+        asked, due = self._signals.seen, int(self.saver.due(self.loop.index))
+        if self.company is not None:
+            self.loop.settle()
+            asked, due = self.company.largest([asked, due if self.rank == 0 else 0])
+        if asked:
+            self._signals.seen = asked
             self.finish()
-        elif self.saver.due(self.loop.index):
+        elif due:
             self._save()
 
     def finish(self) -> None:
@@ -144,8 +156,11 @@ class Saving:
         if self.saver.last_step != self.loop.index:
             self._save()
         self.saver.wait()
+        if self.company is not None:  # nobody ends before all have brought their parts: a launcher ends the others at once
+            self._signals.seen = self.company.largest([self._signals.seen])[0]
         if self._signals.seen:
-            LOGGER.warning("asked to end by signal %d: step %d was finished, and %s", self._signals.seen, self.loop.index - 1, self._last_words())
+            if self.rank == 0:
+                LOGGER.warning("asked to end by signal %d: step %d was finished, and %s", self._signals.seen, self.loop.index - 1, self._last_words())
             self._signals.end()
 
     def leave(self) -> None:
@@ -157,15 +172,22 @@ class Saving:
 
     def _save(self) -> None:
         loop = self.loop
-        state = {**self.kept.state(), "random": random_states(self.torch), "place": self.reading.place(),
-                 "loop": {"index": loop.index, "epoch": loop.epoch, "first_index": self._first[0], "first_epoch": self._first[1]}}
+        state = {"random": random_states(self.torch), "place": self.reading.place()}
+        if self.rank == 0 or self.kept.divided:
+            state |= self.kept.state()
+            state["loop"] = {"index": loop.index, "epoch": loop.epoch, "first_index": self._first[0], "first_epoch": self._first[1]}
+        else:
+            state["all buffers"] = self.kept.all_buffers()
         packed = pack(self.torch, state)
-        self.saver.save(loop.index, packed, {"surroundings": self._surroundings(), "inexact": self._why_not_exact(),
+        self.saver.save(loop.index, packed, {"surroundings": self._surroundings(), "inexact": self._why_not_exact(), "ranks": self.ranks,
+                                             "divided": self.kept.divided,
                                              "tuned": loop.plan.to_toml() if loop.tuned is not None else None})
 
     def _why_not_exact(self) -> list[str]:
         loop = self.loop
         found = [*self._inexact, *self.reading.inexact]
+        if self.ranks > 2 and isinstance(loop.model, self.torch.nn.parallel.DistributedDataParallel):
+            found.append("more than two ranks add up their gradients in another order in the first step of a process")
         if loop.sizing:
             found.append("sizes of micro-batches were still tried out when it was saved")
         if loop.tuning:
