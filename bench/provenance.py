@@ -48,6 +48,7 @@ THEMES = (
     ("scaling", "python bench/scaling.py --here", "Steps on many devices as `flatout scale` foretells them, beside published runs and ranks on this machine"),
     ("loop", "python bench/loop.py", "What a loop costs that somebody else drives: `flatout.Loop` and other libraries beside the raw loop"),
     ("loop_faults", "python bench/loop_faults.py", "Out of memory injected at hundreds of places of a training with the Loop, one rank of two among them"),
+    ("resume", "python bench/resume.py --stall 120", "Trainings with the Loop killed at random until done: the same bits, lost steps, what saves cost"),
     ("distributed", "python bench/distributed.py DIR", "Public scripts for one process as several ranks: divided or refused, and the course of their losses"),
     ("exchange", "python bench/exchange.py", "What travels between ranks: bytes and waiting by way and bucket size, the loss with fewer exchanges"),
     ("two_hosts", "python bench/two_hosts.py", "A training over two hosts whose link is cut and which are killed: goes on, begins again or ends, never a hang"),

@@ -83,7 +83,7 @@ class Loop:
     saves            a folder that this training keeps saves in. Started again, the program goes on from the newest one that can be believed, with the very
                      bits of a run that was not interrupted; ``loop.resumed`` says what happened. SIGTERM, SIGINT, SIGHUP and SIGUSR1 end the program after
                      the step under way and a save
-    save_every       steps between two saves. None: as often as 1 % of the time allows
+    save_every       steps between two saves; with 1, each is waited for and no step is ever lost. None: as often as 1 % of the time allows
     also             what is to be saved beside: name -> an object with ``state_dict`` and ``load_state_dict``, an average of the weights for instance
     fresh            begin anew though there are saves; those go into a folder beside
     on_drift         "say": what differs since the save (torch, threads, devices, script, data) is said, and no exactness claimed; "stop": LoopError
@@ -156,8 +156,9 @@ class Loop:
         self._rate = Rate()
         self.resumed: Resumed | None = None
         if self._saving is not None:
-            settings = {"model": type(model).__name__, "optimizer": type(optimizer).__name__, "scheduler": type(scheduler).__name__, "precision": precision,
-                        "clip": clip, "effective batch": effective_batch, "micro-batch": micro_batch}
+            settings = {"model": type(getattr(model, "module", model)).__name__, "optimizer": type(optimizer).__name__,
+                        "scheduler": type(scheduler).__name__, "precision": precision, "clip": clip, "effective batch": effective_batch,
+                        "micro-batch": micro_batch}
             self.resumed = self._saving.attach(self, Kept(self, self._gradient, self._update, self._sizer, also or {}, divided), settings)
         self._extras = self._around_a_step()
 

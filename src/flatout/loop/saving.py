@@ -182,6 +182,8 @@ class Saving:
         self.saver.save(loop.index, packed, {"surroundings": self._surroundings(), "inexact": self._why_not_exact(), "ranks": self.ranks,
                                              "divided": self.kept.divided,
                                              "tuned": loop.plan.to_toml() if loop.tuned is not None else None})
+        if self.every == 1:
+            self.saver.wait()  # whoever wants each step kept loses none, also not one that was being written
 
     def _why_not_exact(self) -> list[str]:
         loop = self.loop
