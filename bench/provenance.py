@@ -50,6 +50,7 @@ THEMES = (
     ("loop_faults", "python bench/loop_faults.py", "Out of memory injected at hundreds of places of a training with the Loop, one rank of two among them"),
     ("faults", "python bench/faults.py", "Saves that are killed at every point, lose power, are damaged: bad picks, and what torch.load reads without a word"),
     ("fuzz", "python bench/fuzz.py --minutes 60", "Hostile and mutated files given to everything that opens one: code run, time, memory, how it was refused"),
+    ("resume", "python bench/resume.py --stall 120", "Trainings with the Loop killed at random until done: the same bits, lost steps, what saves cost"),
     ("distributed", "python bench/distributed.py DIR", "Public scripts for one process as several ranks: divided or refused, and the course of their losses"),
     ("exchange", "python bench/exchange.py", "What travels between ranks: bytes and waiting by way and bucket size, the loss with fewer exchanges"),
     ("two_hosts", "python bench/two_hosts.py", "A training over two hosts whose link is cut and which are killed: goes on, begins again or ends, never a hang"),

@@ -88,6 +88,14 @@ class Gradient:
             self._draws_elsewhere |= state.others_moved()
         return made
 
+    def state(self) -> dict[str, Any]:
+        """What was learned on the way, for a save."""
+        return {"reduction": self.reduction, "draws": self._draws, "draws_elsewhere": self._draws_elsewhere}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.reduction = state["reduction"] if self.reduction is None else self.reduction
+        self._draws, self._draws_elsewhere = state["draws"], state["draws_elsewhere"]
+
     def divides(self, window: Window) -> None:
         """Batches are to be divided: say whether they can be, on all ranks. Raises LoopError."""
         self._agree_on(partial(self._recognise, window))

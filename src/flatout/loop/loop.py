@@ -22,14 +22,19 @@ from flatout.engine.applier import Outcome
 from flatout.engine.replay import needs_closure
 from flatout.loop.accumulation import HOW
 from flatout.loop.autoplan import Autoplan, effects_of
+from flatout.loop.company import company_of
 from flatout.loop.finite import Watch
 from flatout.loop.gradient import Gradient
+from flatout.loop.kept import Kept
 from flatout.loop.levers import Levers, plan_of
 from flatout.loop.memory import MicroBatches
+from flatout.loop.opened import measured, opened
 from flatout.loop.pipeline_parallel import Pipeline, PipelineParallel
 from flatout.loop.precision import Precision
 from flatout.loop.ranks import ranks_of
 from flatout.loop.reduction import MEAN, SUM
+from flatout.loop.resumed import Resumed
+from flatout.loop.saving import Saving
 from flatout.loop.sizing import Sized, Sizer
 from flatout.loop.step import Rate, Step
 from flatout.loop.tensor_parallel import TensorParallel, refused
@@ -75,6 +80,13 @@ class Loop:
     parallel         module name -> style of torch.distributed.tensor.parallel (ColwiseParallel(), ...): those layers are divided over the ranks, all of which
                      are given the same batches. The optimizer has the divided parameters from then on. Or a `flatout.Pipeline`: each rank has one stage
     allow_inexact    divide batches also where the gradient is then another one (batch normalisation, losses between samples)
+    saves            a folder that this training keeps saves in. Started again, the program goes on from the newest one that can be believed, with the very
+                     bits of a run that was not interrupted; ``loop.resumed`` says what happened. SIGTERM, SIGINT, SIGHUP and SIGUSR1 end the program after
+                     the step under way and a save
+    save_every       steps between two saves; with 1, each is waited for and no step is ever lost. None: as often as 1 % of the time allows
+    also             what is to be saved beside: name -> an object with ``state_dict`` and ``load_state_dict``, an average of the weights for instance
+    fresh            begin anew though there are saves; those go into a folder beside
+    on_drift         "say": what differs since the save (torch, threads, devices, script, data) is said, and no exactness claimed; "stop": LoopError
 
     Raises LoopError, in words, for what cannot be trained as asked; what the user's own code raises passes through.
     """
@@ -83,7 +95,8 @@ class Loop:
                  effects: str | None = None, epochs: int = 1, steps: int | None = None, effective_batch: int | None = None,
                  micro_batch: int | Literal["auto"] | None = None, reduction: str | None = None, scheduler: Any = None, clip: float | None = None,
                  precision: str = "float32", metrics: Mapping[str, str] | None = None, on_nan: str = "stop",
-                 parallel: Mapping[str, Any] | Pipeline | None = None, allow_inexact: bool = False) -> None:
+                 parallel: Mapping[str, Any] | Pipeline | None = None, allow_inexact: bool = False, saves: str | Path | None = None,
+                 save_every: int | None = None, also: Mapping[str, Any] | None = None, fresh: bool = False, on_drift: str = "say") -> None:
         import torch
 
         self.torch = torch
@@ -107,7 +120,19 @@ class Loop:
             raise LoopError(f"metrics={strange!r}: values of micro-batches are joined by one of {', '.join(HOW)}.")
         if on_nan not in ("stop", "ignore"):
             raise LoopError(f'on_nan={on_nan!r}: it is "stop" or "ignore".')
+        if on_drift not in ("say", "stop"):
+            raise LoopError(f'on_drift={on_drift!r}: it is "say" or "stop".')
+        if saves is None and (save_every is not None or also or fresh):
+            raise LoopError("save_every=, also= and fresh= say how a training is saved, and it is not: name a folder, saves=\"saves\".")
+        if strange := {name: type(thing).__name__ for name, thing in (also or {}).items() if not hasattr(thing, "load_state_dict")}:
+            raise LoopError(f"also={strange!r}: what is to be saved beside has state_dict and load_state_dict.")
         self._ranks = ranks_of(torch, model) if divided is None else None
+        self._saving: Saving | None = None
+        if saves is not None and not measured():
+            company = company_of(torch, model)
+            self._saving = Saving(torch, opened(Path(saves), fresh, company), _positive("save_every", save_every), on_drift, company)
+        if plan == AUTO and self._saving is not None and self._saving.plan is not None:
+            plan, effects = Plan.from_toml(self._saving.plan), None  # what was found is not searched for again
         rejoin = self._ranks.rejoin if self._ranks is not None else None
         self.precision = Precision(torch, precision, model, optimizer, self.device, self.parameters, rejoin is not None)
         training = Training(torch, model, model.module if rejoin is not None else model, optimizer, loss_fn, self.parameters, self.device, self.precision,
@@ -129,23 +154,43 @@ class Loop:
         self.index = 0
         self.epoch = 0
         self._rate = Rate()
+        self.resumed: Resumed | None = None
+        if self._saving is not None:
+            settings = {"model": type(getattr(model, "module", model)).__name__, "optimizer": type(optimizer).__name__,
+                        "scheduler": type(scheduler).__name__, "precision": precision, "clip": clip, "effective batch": effective_batch,
+                        "micro-batch": micro_batch}
+            self.resumed = self._saving.attach(self, Kept(self, self._gradient, self._update, self._sizer, also or {}, divided), settings)
         self._extras = self._around_a_step()
 
     def __iter__(self) -> Iterator[Step]:
-        first = self.index
-        for _ in range(self.epochs):
+        saving = self._saving
+        if saving is None:
+            yield from self._epochs(self.index, self.epoch)
+            return
+        try:
+            yield from self._epochs(*saving.begin())
+            saving.finish()
+        finally:
+            saving.leave()
+
+    def _epochs(self, first: int, first_epoch: int) -> Iterator[Step]:
+        """Steps, from the one with which this training began: it goes on after ``index`` of them."""
+        saving = self._saving
+        while self.epoch - first_epoch < self.epochs and (self.steps is None or self.index - first < self.steps):
             length = _length(self.loader)
-            seen = 0
-            for window in windows(self.loader, self.effective_batch):
+            seen = saving.given if saving is not None else 0
+            for window in windows(self.loader if saving is None else saving.batches(), self.effective_batch):
                 seen += len(window)
                 yield self._step(window, None if length is None else seen >= length)
                 if self.steps is not None and self.index - first >= self.steps:
-                    self._settle()
+                    self.settle()
                     return
+                if saving is not None:
+                    saving.edge()
             if not seen:
                 raise LoopError("the loader gave no batch. An iterator can be gone through only once: give the loader itself, not iter(loader).")
             self.epoch += 1
-        self._settle()
+        self.settle()
 
     def __repr__(self) -> str:
         of = f" of {self.steps}" if self.steps is not None else ""
@@ -194,6 +239,8 @@ class Loop:
         if self.precision.masters is not None:
             self.parameters[:] = [self.precision.masters.own_of(p) for p in self.parameters]
         self.precision.close()
+        if self._saving is not None:
+            self._saving.leave()
         if self._ranks is not None:
             self._ranks.close()
 
@@ -212,7 +259,7 @@ class Loop:
             known.append(self.epochs * length // batches)
         return min(known) if known else None
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Hear how the last update went on the other ranks."""
         if self._ranks is not None:
             self._ranks.settle()

@@ -87,6 +87,17 @@ class Masters:
             self.torch._foreach_copy_(self._own, self._copies)
         self._written = self._writes()
 
+    def copies(self) -> list[Any]:
+        """The float32 copies, for a save."""
+        return self._copies
+
+    def take(self, copies: list[Any]) -> None:
+        """Those of a save; the model has its own."""
+        with self.torch.no_grad():
+            for mine, theirs in zip(self._copies, copies, strict=True):
+                mine.copy_(theirs)
+        self._written = self._writes()
+
     def close(self) -> None:
         """The optimizer has the model's own parameters again, with its state in their dtype, as load_state_dict would make it."""
         own = {master: p for p, master in self.pairs}

@@ -92,6 +92,14 @@ class MicroBatches:
         """From now on this is what was asked for."""
         self.asked = self.limit = size
 
+    def state(self) -> dict[str, Any]:
+        """What was found, for a save."""
+        return {"asked": self.asked, "limit": self.limit, "failed": list(self.failed), "good": self._good, "patience": self._patience}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.asked, self.limit, self.failed = state["asked"], state["limit"], list(state["failed"])
+        self._good, self._patience = state["good"], state["patience"]
+
     @property
     def reduced(self) -> bool:
         return self.limit != self.asked

@@ -57,6 +57,18 @@ class Precision:
         self.masters = None
         self.plain = self._dtype is None and self.scaler is None
 
+    def state(self) -> dict[str, Any]:
+        """For a save: the loss scale, and the float32 copies of the weights."""
+        return {"scaler": self.scaler.state_dict() if self.scaler is not None else None,
+                "masters": list(self.masters.copies()) if self.masters is not None else None}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """After the model's and the optimizer's. What the one or the other precision does not have is left."""
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.masters is not None and state["masters"] is not None:
+            self.masters.take(state["masters"])
+
     def autocast(self) -> AbstractContextManager[Any]:
         if self._dtype is None:
             return self._nothing

@@ -21,6 +21,10 @@ class Update:
         self.training, self.clip = training, clip
         self._first = FirstUpdate(training)
 
+    def goes_on(self) -> None:
+        """The optimizer was given the state of a save."""
+        self._first = FirstUpdate(self.training)
+
     def clipped(self) -> Any:
         """The gradient's norm before clipping; None without."""
         if self.clip is None:

@@ -1,45 +1,150 @@
-"""All that a training draws random numbers from: torch's generators, Python's and numpy's."""
+"""All that a training draws random numbers from: torch's generators, Python's and numpy's, and those that its own objects hold.
+
+A state is made of what a save can hold, small and comparable: long rows of words are bytes.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from flatout.plan.errors import SaveError
 
+KINDS = ("torch", "python", "numpy")
 
-def random_states(torch: Any) -> dict[str, Any]:
-    """As they are now. Those of CUDA devices where CUDA is in use; numpy's where it was imported."""
+
+def random_states(torch: Any, own: Sequence[Any] = (), devices: bool = True) -> dict[str, Any]:
+    """As they are now. Those of CUDA devices where CUDA is in use; numpy's where it was imported; those of the generators ``own``."""
     numpy = sys.modules.get("numpy")
-    found = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = list(torch.cuda.get_rng_state_all())
+    found: dict[str, Any] = {"torch": _bytes_of(torch.default_generator.get_state()), "python": _of_python(random.getstate())}
+    if devices and torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = [_bytes_of(state) for state in torch.cuda.get_rng_state_all()]
     if numpy is not None:
-        found["numpy"] = numpy.random.get_state()
+        found["numpy"] = _plain(numpy.random.get_state())
+    if own:
+        found["own"] = [state_of(generator) for generator in own]
     return found
 
 
-def set_random_states(torch: Any, states: dict[str, Any]) -> list[str]:
+def set_random_states(torch: Any, states: dict[str, Any], own: Sequence[Any] = ()) -> list[str]:
     """Put them back; sentences about what could not be. Raises SaveError for what are no such states."""
     try:
-        return _set(torch, states)
+        return _set(torch, states, own)
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError, IndexError) as error:
         raise SaveError(f"the states of random numbers in it cannot be taken up ({type(error).__name__}: {str(error)[:200]}).") from None
 
 
-def _set(torch: Any, states: dict[str, Any]) -> list[str]:
-    random.setstate(states["python"])
-    torch.default_generator.set_state(states["torch"])
+def _set(torch: Any, states: dict[str, Any], own: Sequence[Any]) -> list[str]:
+    random.setstate(_to_python(states["python"]))
+    torch.default_generator.set_state(_tensor_of(torch, states["torch"]))
     said = []
     if "numpy" in states:
         import numpy
 
-        numpy.random.set_state(states["numpy"])
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        numpy.random.set_state(_restored(states["numpy"]))
+    devices = torch.cuda.device_count() if "cuda" in states and torch.cuda.is_available() else 0
     for number, state in enumerate(states.get("cuda", ())):
         if number < devices:
-            torch.cuda.set_rng_state(state, number)
+            torch.cuda.set_rng_state(_tensor_of(torch, state), number)
         else:
             said.append(f"the random numbers of CUDA device {number} go on nowhere: there are {devices} devices now")
+    kept = states.get("own", ())
+    if len(kept) != len(own):
+        said.append(f"the data held {len(kept)} random generators of its own when it was saved, and holds {len(own)} now")
+        return said
+    for generator, state in zip(own, kept, strict=True):
+        if not set_state_of(torch, generator, state):
+            said.append(f"a {type(generator).__name__} of the data's own was another kind of generator when it was saved")
     return said
+
+
+def moved(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """The generators that were drawn from between two states."""
+    own = zip(before.get("own", ()), after.get("own", ()), strict=False)
+    return {kind for kind in KINDS if before.get(kind) != after.get(kind)} | {f"generator {at} of its own" for at, (a, b) in enumerate(own) if a != b}
+
+
+class Interleaving:
+    """Whether what is drawn in certain places depends on what is drawn elsewhere in between: then it cannot be drawn again without all of that."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Any] | None = None
+        self._cut: set[str] = set()
+        self.kinds: set[str] = set()
+
+    def begin(self) -> None:
+        """From here on it can be drawn again."""
+        self._last, self._cut = None, set()
+
+    def hear(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        """One of those places was passed."""
+        if self._last is not None:
+            self._cut |= moved(self._last, before)
+        self.kinds |= moved(before, after) & self._cut
+        self._last = after
+
+
+def state_of(generator: Any) -> Any:
+    """Of a torch.Generator, a random.Random, a numpy Generator or RandomState."""
+    if isinstance(generator, random.Random):
+        return {"python": _of_python(generator.getstate())}
+    if hasattr(generator, "bit_generator"):
+        return {"numpy": _plain(generator.bit_generator.state)}
+    state = generator.get_state()
+    return {"torch": _bytes_of(state)} if hasattr(state, "data_ptr") else {"numpy": _plain(state)}
+
+
+def set_state_of(torch: Any, generator: Any, state: Any) -> bool:
+    """False where the state is of another kind of generator."""
+    ((kind, told),) = state.items()
+    try:
+        if isinstance(generator, random.Random):
+            generator.setstate(_to_python(state["python"]))
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = _restored(state["numpy"])
+        else:
+            generator.set_state(_tensor_of(torch, told) if kind == "torch" else _restored(told))
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _bytes_of(state: Any) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _tensor_of(torch: Any, state: bytes) -> Any:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _of_python(state: Any) -> list[Any]:
+    return [state[0], array("I", state[1]).tobytes(), state[2]]
+
+
+def _to_python(state: Any) -> tuple[Any, ...]:
+    return (state[0], tuple(array("I", state[1])), state[2])
+
+
+def _plain(value: Any) -> Any:
+    """numpy's states without arrays, whose comparison has no single answer."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if hasattr(value, "tobytes"):
+        return {"words": value.tobytes(), "type": value.dtype.str} if value.shape else value.item()
+    return value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict) and "words" in value:
+        import numpy
+
+        return numpy.frombuffer(value["words"], value["type"]).copy()
+    if isinstance(value, dict):
+        return {key: _restored(each) for key, each in value.items()}
+    return tuple(_restored(each) for each in value) if isinstance(value, list) else value

@@ -36,13 +36,15 @@ class Cost:
 
 class Saver:
     """``every``: steps between two saves; None: as often as ``share`` of the time allows, all costs counted. ``say`` hears sentences about what went wrong: the
-    training goes on without that save, and the next one is tried. ``sound`` looks at a copy before it is written: why not to, or "".
+    training goes on without that save, and the next one is tried. ``sound`` looks at a copy before it is written: why not to, or "". ``write`` writes a copy
+    in another way than `Saves.write`, with others who each write a part; None where the save is not its own.
     """
 
     def __init__(self, torch: Any, saves: Saves, kind: str, clocks: Clocks, say: Callable[[str], None], *, every: int | None = None, share: float = SHARE,
-                 sound: Callable[[Packed], str] | None = None) -> None:
+                 sound: Callable[[Packed], str] | None = None, write: Callable[[int, Packed, Mapping[str, Any]], Save | None] | None = None) -> None:
         self.saves, self.kind, self.clocks, self.say = saves, kind, clocks, say
         self.every, self.share, self.sound = every, share, sound
+        self._write_copy = write if write is not None else lambda step, copy, told: saves.write(kind, step, {"": copy}, told)
         self.cost = Cost()
         self.last: Save | None = None
         self._snapshot = Snapshot(torch)
@@ -51,6 +53,15 @@ class Saver:
         self._began_s = clocks.wall_s()
         self._said = ""
         self._failed = 0
+
+    @property
+    def last_step(self) -> int:
+        """Of the last save that was begun, or gone on from."""
+        return self._last_step
+
+    def goes_on(self, step: int) -> None:
+        """There is a save of this step."""
+        self._last_step = step
 
     def due(self, step: int) -> bool:
         """Whether a save is due now that ``step`` steps are done. Never twice for the same."""
@@ -104,7 +115,7 @@ class Saver:
             if why_not:
                 self._complain(f"step {step} was not saved: {why_not}. Earlier saves stay.")
             else:
-                self.last = self.saves.write(self.kind, step, {"": copy}, told)
+                self.last = self._write_copy(step, copy, told)
                 if self._failed:
                     self.say(f"step {step} is saved; the {self._failed} tries before it were not.")
                 self._said, self._failed = "", 0

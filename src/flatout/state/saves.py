@@ -7,6 +7,7 @@
             state.json           a state as JSON; its tensors lie beside
             tensors.safetensors
         damaged/                 saves that could not be believed, for a person to look at
+        before-1/                saves of a training that was begun anew
 
 Saves are ordered by the step in their name, which their manifest must repeat, never by the times of files. A save is only removed when a newer one has been
 read back and found right.
@@ -229,6 +230,21 @@ class Saves:
             return self.folder / DAMAGED / name
         except OSError as error:
             raise _refused(self.folder, error) from error
+
+    def begin_anew(self) -> Path | None:
+        """All saves, believed or not, go into a folder beside; that folder, or None where there was no save. Raises StorageError."""
+        paths = self.paths()
+        if not paths:
+            return None
+        try:
+            aside = next(path for number in count(1) if not (path := self.folder / f"before-{number}").exists())
+            make_folder(aside)
+            for path in paths:
+                move_folder(path, aside / path.name)
+            flush_folder(self.folder)
+        except OSError as error:
+            raise _refused(self.folder, error) from error
+        return aside
 
     def _free(self, step: int) -> Path:
         """A save of the same step is not written over: it stays until the new one is known to be good."""

@@ -1,0 +1,301 @@
+"""Trainings with `flatout.Loop` that are killed again and again, each until it is done, and compared with the same training undisturbed.
+
+Each training is drawn by a seed: loader workers 0, 2 or 4, forked or spawned, persistent or not, shuffled, augmented from torch, random, numpy and a
+generator of the data set's own, accumulated, one or two ranks (gloo), optimizer, clipping, the interval between saves. Its process is killed (SIGKILL, with
+its loader workers) at a random moment, and started again by the same call, unattended, until it has ended by itself. Then SHA-256 of weights, buffers,
+optimizer, scheduler, an average of the weights and all random states, of each rank, must be that of the run that nobody has killed.
+
+    kills         processes that were killed before they had ended
+    lost steps    steps that were done when it was killed, and had to be done again. With an interval of n at most 2 n: the last save may not be finished yet
+    unrecovered   trainings that did not come to an end: an error, a hang, a save that was refused
+
+With --stall also what saves cost: one process, blocks of steps with saves at the interval that the Loop chooses and without, in turns, and the Saver's own
+books.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from provenance import HERE, RESULTS, markdown_table, stamp, write_result
+
+sys.path.insert(0, str(HERE / "programs"))
+
+PATIENCE_S = 90.0  # of one life
+LONGEST_LIFE_S = 0.9
+MOST_LIVES = 60  # of one training
+GOAL = 1000
+
+
+class Life:
+    """The processes of one start of a training, one a rank, each the first of a session of its own."""
+
+    def __init__(self, setting: Any, folder: Path, scratch: Path) -> None:
+        from resuming import Told
+
+        self.setting, self.told = setting, Told(setting.ranks)
+        self.out = [Path(tempfile.mkstemp(dir=scratch)[1]) for _ in range(setting.ranks)]
+        store = tempfile.mktemp(dir=scratch)
+        self.left = {}
+        for rank in range(setting.ranks):
+            pid = os.fork()
+            if pid == 0:
+                self._live(folder, store, rank)
+            self.left[pid] = rank
+        self.pids = list(self.left)
+
+    def _live(self, folder: Path, store: str, rank: int) -> None:
+        code = 1
+        try:
+            os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            silent = os.open(os.devnull, os.O_RDWR)
+            os.dup2(silent, 1)
+            os.dup2(silent, 2)
+            from resuming import live
+
+            self.out[rank].write_text(live(self.setting, folder, store, rank, self.told))
+            code = 0
+        except BaseException:
+            self.out[rank].write_text("error " + traceback.format_exc()[-1500:])
+        finally:
+            os._exit(code)
+
+    def wait(self, until_s: float) -> bool:
+        """Whether all ranks have ended by themselves before that moment."""
+        while self.left:
+            for pid in list(self.left):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    del self.left[pid]
+            if self.left and time.monotonic() > until_s:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def kill(self, draw: random.Random) -> None:
+        """One rank, then what is left, and the loader workers of both."""
+        order = draw.sample(self.pids, len(self.pids))
+        for pid in order:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            time.sleep(draw.random() * 0.02 if len(order) > 1 else 0.0)
+        for pid in self.pids:
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        for pid in list(self.left):
+            os.waitpid(pid, 0)
+        self.left = {}
+
+    def end(self) -> None:
+        for path in self.out:
+            path.unlink(missing_ok=True)
+
+
+def undisturbed(setting: Any, scratch: Path) -> tuple[list[str], float, str]:
+    """Digests of the ranks, seconds, and what went wrong."""
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    began = time.monotonic()
+    life = Life(setting, folder, scratch)
+    done = life.wait(began + PATIENCE_S)
+    if not done:
+        life.kill(random.Random(0))
+    said = [path.read_text() for path in life.out]
+    life.end()
+    shutil.rmtree(folder, ignore_errors=True)
+    wrong = "it hangs" if not done else next((each for each in said if each.startswith("error")), "")
+    return said, time.monotonic() - began, wrong
+
+
+def training(seed: int, spawn: bool, scratch: Path) -> dict[str, Any]:
+    """One training, killed until it is done."""
+    from resuming import drawn
+
+    setting = drawn(seed, spawn)
+    draw = random.Random(f"kills {seed}")
+    expected, whole_s, wrong = undisturbed(setting, scratch)
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    kills, lost, began_anew, longest = 0, [], 0, LONGEST_LIFE_S if setting.start == "fork" else 12.0
+    before: int | None = None
+    while not wrong:
+        life = Life(setting, folder, scratch)
+        last = kills >= MOST_LIVES
+        ended = life.wait(time.monotonic() + (PATIENCE_S if last else draw.uniform(0.0, longest)))
+        if not ended:
+            life.kill(draw)
+        resumed = life.told.get(0, 1)
+        if life.told.get(0, 0) or ended:  # it came to train: where it began is known
+            if before is not None:
+                lost.append(before - max(resumed, 0))
+                began_anew += resumed < 0
+            before = max(life.told.get(rank, 0) for rank in range(setting.ranks)) or before
+        said = [path.read_text() for path in life.out]
+        life.end()
+        if ended:
+            wrong = next((each for each in said if each.startswith("error")), "") or ("" if said == expected else "other bits")
+            break
+        if last:
+            wrong = "it hangs"
+            break
+        kills += 1
+        longest *= 1.05  # whatever a life costs, the training comes forward
+    shutil.rmtree(folder, ignore_errors=True)
+    return {**setting.to_json(), "kills": kills, "lost": lost, "whole_s": round(whole_s, 2), "wrong": wrong}
+
+
+def campaign(number: int, seeds: Iterator[int], kills: int, spawn_every: int, out: Path, scratch: Path) -> None:
+    """In a process of its own: until its share of kills is done. A line of JSON for each training."""
+    done = 0
+    with out.open("w") as file:
+        for at, seed in enumerate(seeds):
+            if done >= kills:
+                return
+            record = training(seed, at % spawn_every == spawn_every - 1, scratch)
+            done += record["kills"]
+            print(json.dumps(record), file=file, flush=True)
+            print(f"[{number}] {done} of {kills} kills, seed {seed}: {record['wrong'][-300:] or 'the same bits'}", flush=True)
+
+
+def warm() -> None:
+    """What every life would import is there before it is forked; nothing here starts a thread."""
+    import resuming
+    import torch
+
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(2, 2)
+    for name in resuming.OPTIMIZERS:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        getattr(torch.optim, name)(model.parameters(), lr=0.1).step()
+    import safetensors.torch  # noqa: F401
+
+    import flatout.loop.loop  # noqa: F401
+
+
+def summary(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    def row(name: str, chosen: list[dict[str, Any]]) -> tuple[Any, ...]:
+        lost = [each for record in chosen for each in record["lost"]]
+        wrong = sum(bool(record["wrong"]) for record in chosen)
+        return (name, len(chosen), sum(record["kills"] for record in chosen), max(lost, default=0), median(lost) if lost else 0,
+                sum(record["wrong"] == "other bits" for record in chosen), wrong)
+
+    ways = {"all": lambda r: True, "no loader workers": lambda r: r["workers"] == 0, "2 workers": lambda r: r["workers"] == 2 and r["start"] == "fork",
+            "4 workers": lambda r: r["workers"] == 4, "spawned workers": lambda r: r["start"] == "spawn",
+            "persistent workers": lambda r: r["persistent"] and r["workers"], "augmented": lambda r: r["augment"], "accumulated": lambda r: r["accumulate"] > 1,
+            "2 ranks": lambda r: r["ranks"] == 2, "a save each step": lambda r: r["every"] == 1, "every 4 steps": lambda r: r["every"] == 4,
+            "every 16 steps": lambda r: r["every"] == 16, "interval chosen": lambda r: r["every"] == 0}
+    return [row(name, [record for record in found if way(record)]) for name, way in ways.items()]
+
+
+def stall(seconds_each: float, scratch: Path) -> list[dict[str, Any]]:
+    """Steps with saves at the chosen interval and without, in turns, in one process."""
+    import torch
+
+    import flatout
+
+    found = []
+    for name, width, layers in (("small", 64, 2), ("256 MB", 2600, 3)):
+        loops = {}
+        for side in ("plain", "saves"):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            batches = [torch.randn(64, width)] * 10**6
+            more = {"saves": scratch / f"stall {width}"} if side == "saves" else {}
+            loops[side] = flatout.Loop(model, optimizer, lambda m, b: m(b).square().mean(), batches, **more)
+        steps = {side: iter(loop) for side, loop in loops.items()}
+        for iterator in steps.values():
+            for _ in range(5):
+                next(iterator)
+        spent, count = {"plain": 0.0, "saves": 0.0}, {"plain": 0, "saves": 0}
+        end, block_s, turn = time.monotonic() + seconds_each, seconds_each / 40, 0
+        saver = loops["saves"]._saving.saver
+        while time.monotonic() < end:
+            for side in (("plain", "saves"), ("saves", "plain"))[turn % 2]:
+                began = time.perf_counter()
+                while time.perf_counter() - began < block_s:
+                    next(steps[side])
+                    count[side] += 1
+                if side == "saves":
+                    spent_waiting = time.perf_counter()
+                    saver.wait()  # what is still being written belongs to this side
+                    spent["saves"] += time.perf_counter() - spent_waiting
+                spent[side] += time.perf_counter() - began - (time.perf_counter() - spent_waiting if side == "saves" else 0.0)
+            turn += 1
+        ms = {side: 1e3 * spent[side] / count[side] for side in spent}
+        cost = saver.cost
+        size = sum(stored.bytes for stored in saver.last.manifest.files.values()) if saver.last is not None else 0
+        found.append({"state": name, "bytes": size, "saves": cost.saves, "seconds": round(seconds_each, 1), "step_ms": round(ms["plain"], 3),
+                      "step_ms_with_saves": round(ms["saves"], 3), "share_by_steps": ms["saves"] / ms["plain"] - 1,
+                      "waited_s": cost.waited_s, "worked_s": cost.worked_s, "share_by_books": (cost.waited_s + cost.worked_s) / spent["saves"]})
+        for iterator in steps.values():
+            iterator.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=GOAL)
+    parser.add_argument("--seed", type=int, default=0, help="of the first training; the next ones follow")
+    parser.add_argument("--at-once", type=int, default=2, help="trainings beside each other")
+    parser.add_argument("--spawn-every", type=int, default=12, help="one training in so many may spawn its loader workers")
+    parser.add_argument("--stall", type=float, default=0.0, metavar="SECONDS", help="measure what saves cost, so long for each of two sizes")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    made, began = stamp(), time.monotonic()
+    warm()
+    with tempfile.TemporaryDirectory() as scratch:
+        stalls = stall(args.stall, Path(scratch)) if args.stall else []
+        children = []
+        for number in range(args.at_once):
+            out = Path(scratch) / f"campaign{number}"
+            seeds = iter(range(args.seed + number, 10**9, args.at_once))
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    campaign(number, seeds, -(-args.kills // args.at_once), args.spawn_every, out, Path(scratch))
+                finally:
+                    os._exit(0)
+            children.append((pid, out))
+        for pid, _ in children:
+            os.waitpid(pid, 0)
+        found = [json.loads(line) for _, out in children for line in out.read_text().splitlines()]
+    rows = summary(found)
+    kills, wrong = rows[0][2], rows[0][6]
+    late = [record["seed"] for record in found if record["every"] and any(lost > 2 * record["every"] for lost in record["lost"])]
+    at_once = [lost for record in found if record["every"] == 1 for lost in record["lost"]]
+    said = f"{kills} kills of {len(found)} trainings in {(time.monotonic() - began) / 60:.0f} minutes: **{wrong} not recovered with the same bits**; " \
+           f"with a save each step {max(at_once, default=0)} steps lost; beyond twice the interval: {late or 'none'}. " \
+           f"Goal: {GOAL} kills, none wrong: {'reached' if kills >= GOAL and not wrong and not late else '**missed**'}."
+    text = f"# Killed at random, gone on exactly\n\n{(__doc__ or '').strip()}\n\n{said}\n\n" + markdown_table(
+        ("trainings", "n", "kills", "most steps lost", "median", "other bits", "unrecovered in all"), rows) + "\n"
+    if stalls:
+        text += "\n## What saves cost\n\n" + markdown_table(
+            ("state", "bytes of a save", "saves", "measured s", "step, plain", "step, with saves", "by steps", "by the books"),
+            [(each["state"], f"{each['bytes']:,}", each["saves"], each["seconds"], f"{each['step_ms']:.3f} ms", f"{each['step_ms_with_saves']:.3f} ms",
+              f"{each['share_by_steps']:+.2%}", f"{each['share_by_books']:.2%}") for each in stalls]) + "\n"
+    if wrong:
+        text += "\n## Wrong\n\n" + markdown_table(("seed", "why"), [(record["seed"], record["wrong"][-400:]) for record in found if record["wrong"]]) + "\n"
+    print(text)
+    print(*(path.name for path in write_result("resume", made, text, {"trainings": found, "stall": stalls}, folder=args.out)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The ranks of one training that keep a save together: what the first one says, all hear, and what one of them wants, all do after the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flatout.loop.ranks import group_of
+from flatout.plan.errors import LoopError, SaveError
+
+
+class Company:
+    """Its group on the CPU is the one that Loops of these ranks share."""
+
+    def __init__(self, torch: Any, members: Sequence[int]) -> None:
+        self.torch, self.members = torch, list(members)
+        self.rank, self.ranks = self.members.index(torch.distributed.get_rank()), len(members)
+        self._group = group_of(torch.distributed, tuple(members))
+
+    def told(self, words: Any) -> Any:
+        """What the first rank says. Plain values."""
+        found: list[Any] = [words]
+        self._exchanged(lambda: self.torch.distributed.broadcast_object_list(found, src=self.members[0], group=self._group))
+        return found[0]
+
+    def all_fine(self, error: Exception | None) -> None:
+        """Raises this rank's error, or LoopError with another's words: one goes on only where all do."""
+        found: list[Any] = [None] * self.ranks
+        self._exchanged(lambda: self.torch.distributed.all_gather_object(found, f"{error}" if error is not None else "", group=self._group))
+        if error is not None:
+            raise error
+        for rank, words in zip(self.members, found, strict=True):
+            if words:
+                raise SaveError(f"rank {rank} cannot go on from the save, so no rank does: {words}")
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Of each of these numbers over all ranks."""
+        tensor, distributed = self.torch.tensor(numbers), self.torch.distributed
+        self._exchanged(lambda: distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=self._group))
+        return list(tensor.tolist())
+
+    def _exchanged(self, exchange: Any) -> None:
+        try:
+            exchange()
+        except RuntimeError as error:
+            said = (str(error).strip().splitlines() or ["no words"])[0][:200]
+            raise LoopError(f"the ranks have lost each other between two steps ({said}): one of them has ended. Its own last words say why; started again, "
+                            "the training goes on from its last save.") from None
+
+
+def company_of(torch: Any, model: Any) -> Company | None:
+    """None for a process that trains alone."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.is_gloo_available()):
+        return None
+    parallel = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    members = distributed.get_process_group_ranks(model.process_group if parallel else None)
+    return Company(torch, members) if len(members) > 1 else None
+

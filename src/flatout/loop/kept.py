@@ -1,0 +1,123 @@
+"""All of a Loop that the next process needs to go on: gathered for a save, and put back from one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flatout.loop.gradient import Gradient
+from flatout.loop.sizing import Sized, Sizer
+from flatout.loop.update import Update
+from flatout.plan.errors import SaveError
+
+PARTS = ("model", "buffers", "modes", "optimizer", "scheduler", "also", "precision", "micro_batches", "gradient", "sized")
+
+
+class Kept:
+    """``also``: what the program wants kept beside, by name, each with ``state_dict`` and ``load_state_dict``."""
+
+    def __init__(self, loop: Any, gradient: Gradient, update: Update, sizer: Sizer | None, also: Mapping[str, Any], divided: Any = None) -> None:
+        self.loop, self.also, self.torch = loop, also, loop.torch
+        self._gradient, self._update, self._sizer = gradient, update, sizer
+        self.divided = divided is not None  # each rank has a part of the model, or slices of its tensors
+        parallel = isinstance(loop.model, loop.torch.nn.parallel.DistributedDataParallel)
+        self.model = loop.model.module if parallel else loop.model  # one process can go on from a save of many
+
+    def state(self) -> dict[str, Any]:
+        loop = self.loop
+        sized = loop.sized
+        return {"model": dict(self.model.state_dict()), "buffers": self._buffers(), "modes": self._modes(), "optimizer": loop.optimizer.state_dict(),
+                "scheduler": loop.scheduler.state_dict() if hasattr(loop.scheduler, "state_dict") else None,
+                "also": {name: thing.state_dict() for name, thing in self.also.items()}, "precision": loop.precision.state(),
+                "micro_batches": loop.micro_batches.state(), "gradient": self._gradient.state(),
+                "sized": {"micro_batch": sized.micro_batch, "ms": dict(sized.ms)} if sized is not None else None}
+
+    def parameters(self) -> set[str]:
+        """Where a save has the parameters."""
+        return {f"model.{name}" for name, _ in self.model.named_parameters()}
+
+    def put_back(self, state: Mapping[str, Any]) -> list[str]:
+        """Where something is not as it was saved. Raises SaveError where the state is of another training."""
+        loop = self.loop
+        self._load("model", self.model, state["model"])
+        self.put_back_buffers(state["buffers"])
+        for name, module in self.model.named_modules():
+            module.training = name not in state["modes"]
+        self._load("optimizer", loop.optimizer, state["optimizer"])
+        if hasattr(loop.scheduler, "state_dict") != (state["scheduler"] is not None):
+            raise SaveError("the training was saved with a scheduler and has none now, or the other way round. Make it as it was, name another folder, or say "
+                            "fresh=True.")
+        if state["scheduler"] is not None:
+            self._load("scheduler", loop.scheduler, state["scheduler"])
+        for name, value in state["also"].items():
+            if name not in self.also:
+                raise SaveError(f"the training was saved with also={{{name!r}: ...}}, and has none of that name now. Give it, name another folder, or say "
+                                "fresh=True.")
+            self._load(f"also[{name!r}]", self.also[name], value)
+        loop.precision.load_state(state["precision"])
+        loop.micro_batches.load_state(state["micro_batches"])
+        sized = state["sized"]
+        self._gradient.load_state(state["gradient"])
+        self._update.goes_on()
+        if self._sizer is not None and sized is not None:
+            self._sizer.found = Sized(sized["micro_batch"], sized["ms"])
+        now = self.state()
+        found: list[str] = [f"also[{name!r}] is new" for name in self.also if name not in state["also"]]
+        for part in PARTS:
+            _compare(self.torch, state[part], now[part], part, found.append)
+        return found
+
+    def all_buffers(self) -> dict[str, Any]:
+        """Of a rank beside the first: only parameters are the same on all of them."""
+        return dict(self.model.named_buffers())
+
+    def put_back_buffers(self, buffers: Mapping[str, Any]) -> None:
+        own = dict(self.model.named_buffers())
+        with self.torch.no_grad():
+            for name, value in buffers.items():
+                if name in own and own[name].shape == value.shape:
+                    own[name].copy_(value)
+
+    def _load(self, what: str, thing: Any, state: Any) -> None:
+        try:
+            thing.load_state_dict(state)
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            said = " ".join(str(error).split())[:300]
+            raise SaveError(f"the save does not fit the {what} of this training: {said}. If it is of another training, name another folder, or say fresh=True, "
+                            "which puts it aside.") from error
+
+    def _buffers(self) -> dict[str, Any]:
+        """Those that a state_dict leaves out."""
+        stored = set(self.model.state_dict(keep_vars=True))
+        return {name: buffer for name, buffer in self.model.named_buffers() if name not in stored}
+
+    def _modes(self) -> list[str]:
+        return [name for name, module in self.model.named_modules() if not module.training]
+
+
+def _compare(torch: Any, saved: Any, now: Any, where: str, differs: Callable[[str], None]) -> None:
+    """Names every place where what was put back is not what was saved: a load_state_dict may cast, round or leave out."""
+    if isinstance(saved, torch.Tensor) or isinstance(now, torch.Tensor):
+        if not _same_bits(torch, saved, now):
+            differs(where)
+    elif isinstance(saved, Mapping) and isinstance(now, Mapping):
+        for key in [*saved, *(key for key in now if key not in saved)]:
+            if key not in saved or key not in now:
+                differs(f"{where}.{key}")
+            else:
+                _compare(torch, saved[key], now[key], f"{where}.{key}", differs)
+    elif isinstance(saved, (list, tuple)) and isinstance(now, (list, tuple)):
+        if len(saved) != len(now):
+            differs(where)
+            return
+        for at, (mine, theirs) in enumerate(zip(saved, now, strict=True)):
+            _compare(torch, mine, theirs, f"{where}[{at}]", differs)
+    elif type(saved) is type(now) and type(saved) in (bool, int, str, bytes, float, type(None), complex) and repr(saved) != repr(now):
+        differs(where)
+
+
+def _same_bits(torch: Any, a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    bits = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (a, b)] if a.layout is torch.strided else []
+    return bool(bits) and torch.equal(*bits)

@@ -1,0 +1,89 @@
+"""The folder of a training's saves: opened by one process, and which save to go on from, said to all ranks of the training."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatout.loop.company import Company
+from flatout.plan.errors import FlatoutError, LoopError, SaveError
+from flatout.plan.folder import read_json
+from flatout.state.saves import Save, Saves, believed
+
+LOGGER = logging.getLogger("flatout")
+KIND = "loop"
+MEASURED = "flatout.trial."
+
+
+def measured() -> bool:
+    """Whether this process is one that flatout measures, which goes on from nothing and leaves nothing behind."""
+    path = os.environ.get("FLATOUT_JOB")
+    job = read_json(Path(path)) if path else None
+    return isinstance(job, dict) and str(job.get("entry", "")).startswith(MEASURED)
+
+
+@dataclass
+class Opened:
+    """``save`` is the one to go on from, None where the training begins. ``damaged``: newer ones that could not be believed, where they are now.
+    ``writer_pid``: the process that makes the folders of new saves."""
+
+    saves: Saves
+    save: Save | None
+    damaged: list[Path]
+    writer_pid: int
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return dict(self.save.manifest.told) if self.save is not None else {}
+
+
+def opened(folder: Path, fresh: bool, company: Company | None) -> Opened:
+    """Raises SaveError where there are saves and none can be believed, StorageError where the folder cannot be written."""
+    if company is None:
+        return _by_the_first(folder, fresh)
+    found: Opened | None = None
+    error: FlatoutError | None = None
+    if company.rank == 0:
+        try:
+            found = _by_the_first(folder, fresh)
+        except FlatoutError as failed:
+            error = failed
+    here = {"save": str(found.save.path) if found is not None and found.save is not None else None, "pid": os.getpid(), "error": str(error or ""),
+            "folder": str(folder.resolve())}
+    heard = company.told(here)
+    if error is not None:
+        raise error
+    if heard["error"]:
+        raise SaveError(f"rank 0 cannot go on, so no rank does: {heard['error']}")
+    if found is None:
+        found = Opened(Saves(Path(heard["folder"])), None, [], heard["pid"])
+        if heard["save"] is not None:
+            try:
+                found.save = believed(Path(heard["save"]))
+            except SaveError as failed:
+                error = SaveError(f"{heard['save']} is the save of rank 0, and here {failed}. All ranks must see the same folder.")
+    company.all_fine(error)
+    return found
+
+
+def _by_the_first(folder: Path, fresh: bool) -> Opened:
+    saves = Saves(folder).open()
+    try:
+        if fresh:
+            aside = saves.begin_anew()
+            if aside is not None:
+                LOGGER.info("fresh=True: the saves that were there are in %s now", aside)
+            return Opened(saves, None, [], os.getpid())
+        save, bad = saves.newest()
+        if save is not None and save.manifest.kind != KIND:
+            raise LoopError(f"{save.path} was not written by a flatout.Loop. Name another folder in saves=.")
+        damaged = [saves.set_aside(each) for each in bad]
+    except BaseException:
+        saves.close()
+        raise
+    for each, path in zip(bad, damaged, strict=True):
+        LOGGER.warning("%s cannot be believed: %s. It was put into %s", each.path.name, each.why, path)
+    return Opened(saves, save, damaged, os.getpid())

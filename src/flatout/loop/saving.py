@@ -1,0 +1,231 @@
+"""A Loop with ``saves=``: it goes on from the newest save that can be believed, and writes new ones between two steps.
+
+A save describes the moment before a step is made, when the body of the ``for`` has run for the last one. It is taken then, written beside the steps that
+follow, and waited for where the program is about to end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flatout.levers import TABLE
+from flatout.loop.company import Company
+from flatout.loop.kept import Kept
+from flatout.loop.opened import KIND, Opened
+from flatout.loop.parts import parts_of
+from flatout.loop.resumed import Resumed
+from flatout.loop.signals import Signals
+from flatout.measure.clock import seconds, sleep, thread_seconds
+from flatout.pipeline.streams import own_generators
+from flatout.plan.errors import FlatoutError, LoopError
+from flatout.plan.words import Effect, Moment
+from flatout.state.drift import drift, surroundings
+from flatout.state.loading import Reading
+from flatout.state.randoms import random_states, set_random_states
+from flatout.state.saver import Clocks, Saver
+from flatout.state.saves import Save
+from flatout.state.together import Together
+from flatout.state.values import Packed, pack
+
+LOGGER = logging.getLogger("flatout")
+LEVERS = {lever.name: lever for lever in TABLE}
+
+
+class Saving:
+    """``opened``: the folder, and the save to go on from. ``company``: the ranks that keep one save together, None for a process alone."""
+
+    def __init__(self, torch: Any, opened: Opened, every: int | None, on_drift: str, company: Company | None) -> None:
+        self.torch, self.opened, self.saves, self.every, self.company = torch, opened, opened.saves, every, company
+        self.stops_on_drift = on_drift == "stop"
+        self.rank, self.ranks = (company.rank, company.ranks) if company is not None else (0, 1)
+        self._signals = Signals()
+        self._open = True
+        self._inexact: list[str] = []  # from the run before
+        self._first = 0, 0  # step and epoch with which this training began
+        self._resumed_state: dict[str, Any] | None = None
+
+    @property
+    def plan(self) -> str | None:
+        """Under which the training was saved, as TOML, where it was one that plan="auto" had found."""
+        return self.opened.told.get("tuned")
+
+    # -- going on -----------------------------------------------------------------------------------------------------------
+
+    def attach(self, loop: Any, kept: Kept, settings: Mapping[str, Any]) -> Resumed | None:
+        """The Loop is made: what a save holds is put back, but for random numbers and the place in the data, which wait until it is iterated over."""
+        self.loop, self.kept, self.settings = loop, kept, {**settings, "ranks": self.ranks}
+        self.reading = Reading(self.torch, loop.loader, own_generators)
+        parameters = self.kept.parameters()
+        clocks = Clocks(seconds, thread_seconds)
+
+        def sound(packed: Packed) -> str:
+            return _not_finite(self.torch, packed, parameters)
+
+        if self.ranks > 1:
+            write = Together(self.saves, KIND, self.rank, self.ranks, self.opened.writer_pid, sound, seconds, sleep).write
+            self.saver = Saver(self.torch, self.saves, KIND, clocks, self._say, every=self.every, write=write)
+        else:
+            self.saver = Saver(self.torch, self.saves, KIND, clocks, self._say, every=self.every, sound=sound)
+        if self.opened.save is None:
+            return None
+        resumed, error = None, None
+        try:
+            resumed = self._go_on(self.opened.save)
+        except FlatoutError as failed:
+            error = failed
+        if self.company is not None:
+            self.company.all_fine(error)
+        elif error is not None:
+            self.saves.close()
+            raise error
+        return resumed
+
+    def _go_on(self, save: Save) -> Resumed:
+        told = save.manifest.told
+        differs = drift(told.get("surroundings", {}), self._surroundings())
+        state, own, place, words = parts_of(self.torch, save, self.rank, self.ranks, self.kept.divided, self.reading.shape())
+        inexact = [*told.get("inexact", ()), *(f"{where} ({what}) was not stored" for where, what in save.manifest.left_out.items()), *words]
+        if self.stops_on_drift and (differs or words):
+            self._refuse(save, [*differs, *words])
+        inexact += [f"{where} is not what it was" for where in self.kept.put_back(state)]
+        if own is not state:
+            self.kept.put_back_buffers(own["all buffers"])
+        moved = self.reading.go_on(place)
+        if self.stops_on_drift and moved:
+            self._refuse(save, moved)
+        differs += moved
+        at = state["loop"]
+        self.loop.index, self.loop.epoch, self._first = at["index"], at["epoch"], (at["first_index"], at["first_epoch"])
+        self.saver.goes_on(save.step)
+        self._inexact, self._resumed_state = list(dict.fromkeys([*inexact, *differs])), own
+        resumed = Resumed(save.step, at["epoch"], save.path, tuple(differs), tuple(dict.fromkeys(inexact)), tuple(self.opened.damaged))
+        if self.rank == 0:
+            for sentence in resumed.sentences():
+                LOGGER.log(logging.INFO if resumed.exact else logging.WARNING, sentence)
+        return resumed
+
+    def _refuse(self, save: Save, differs: list[str]) -> None:
+        raise LoopError(f"{save.path} cannot be gone on from exactly: {'; '.join(differs)}. on_drift=\"say\" goes on all the same, fresh=True begins anew.")
+
+    # -- while it is iterated over ------------------------------------------------------------------------------------------
+
+    def begin(self) -> tuple[int, int]:
+        """Step and epoch with which this iteration began; the random numbers of the save go on from here."""
+        if not self._open and self.rank == 0:
+            self.saves.open()
+        self._open = True
+        self._signals.listen()
+        if self._resumed_state is None:
+            self._first = self.loop.index, self.loop.epoch
+            return self._first
+        for sentence in set_random_states(self.torch, self._resumed_state["random"]):
+            LOGGER.warning(sentence)
+        self._resumed_state = None
+        return self._first
+
+    def batches(self) -> Iterator[Any]:
+        """Of one epoch, or what is left of it."""
+        if self.reading.workers:
+            self.saver.wait()  # a process that is forked while a thread writes may find locks held that nobody will ever release
+        return self.reading.epoch()
+
+    @property
+    def given(self) -> int:
+        """Batches of the coming epoch that were given out before the training was interrupted."""
+        return self.reading.coming
+
+    def edge(self) -> None:
+        """Between two steps. Raises SystemExit where a signal has asked to end, once a save is written."""
+        asked, due = self._signals.seen, int(self.saver.due(self.loop.index))
+        if self.company is not None:
+            self.loop.settle()
+            asked, due = self.company.largest([asked, due if self.rank == 0 else 0])
+        if asked:
+            self._signals.seen = asked
+            self.finish()
+        elif due:
+            self._save()
+
+    def finish(self) -> None:
+        """A last save, which is waited for. Raises SystemExit where a signal has asked to end."""
+        if self.saver.last_step != self.loop.index:
+            self._save()
+        self.saver.wait()
+        if self.company is not None:  # nobody ends before all have brought their parts: a launcher ends the others at once
+            self._signals.seen = self.company.largest([self._signals.seen])[0]
+        if self._signals.seen:
+            if self.rank == 0:
+                LOGGER.warning("asked to end by signal %d: step %d was finished, and %s", self._signals.seen, self.loop.index - 1, self._last_words())
+            self._signals.end()
+
+    def leave(self) -> None:
+        """The iteration ends, however it ends."""
+        self._signals.leave()
+        self.saver.wait()
+        self.saves.close()
+        self._open = False
+
+    def _save(self) -> None:
+        loop = self.loop
+        state = {"random": random_states(self.torch), "place": self.reading.place()}
+        if self.rank == 0 or self.kept.divided:
+            state |= self.kept.state()
+            state["loop"] = {"index": loop.index, "epoch": loop.epoch, "first_index": self._first[0], "first_epoch": self._first[1]}
+        else:
+            state["all buffers"] = self.kept.all_buffers()
+        packed = pack(self.torch, state)
+        self.saver.save(loop.index, packed, {"surroundings": self._surroundings(), "inexact": self._why_not_exact(), "ranks": self.ranks,
+                                             "divided": self.kept.divided,
+                                             "tuned": loop.plan.to_toml() if loop.tuned is not None else None})
+        if self.every == 1:
+            self.saver.wait()  # whoever wants each step kept loses none, also not one that was being written
+
+    def _why_not_exact(self) -> list[str]:
+        loop = self.loop
+        found = [*self._inexact, *self.reading.inexact]
+        if self.ranks > 2 and isinstance(loop.model, self.torch.nn.parallel.DistributedDataParallel):
+            found.append("more than two ranks add up their gradients in another order in the first step of a process")
+        if loop.sizing:
+            found.append("sizes of micro-batches were still tried out when it was saved")
+        if loop.tuning:
+            found.append("levers were still tried out when it was saved")
+        levers = [lever for choice in loop.plan if (lever := LEVERS.get(choice.name)) is not None]
+        found += [f"the lever {lever.name} acts from the second step on, and rounds otherwise than the first" for lever in levers
+                  if lever.effect is not Effect.EXACT and lever.moment not in (Moment.PROCESS, Moment.LOADER)]
+        if self.reading.workers and any(lever.moment is Moment.LOADER for lever in levers):
+            found.append("levers of the plan make the batches, and what loader workers draw for them is not known")
+        return list(dict.fromkeys(found))
+
+    def _surroundings(self) -> dict[str, Any]:
+        script = _digest_of_script()
+        return surroundings(self.torch, {**self.settings, "plan": self.loop.plan.describe(), **({"script": script} if script else {})})
+
+    def _say(self, sentence: str) -> None:
+        LOGGER.warning(sentence)
+
+    def _last_words(self) -> str:
+        last = self.saver.last
+        kept = last is not None and last.step == self.loop.index
+        return f"all of it is in {last.path}" if kept and last is not None else "could not be saved; see above"
+
+
+def _digest_of_script() -> str | None:
+    """Of the program's main file; None in a notebook."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12] if path else None
+    except OSError:
+        return None
+
+
+def _not_finite(torch: Any, packed: Packed, parameters: set[str]) -> str:
+    """A spoiled model is not written over a good one."""
+    for name, tensor in packed.tensors.items():
+        if (name in parameters or name.startswith("precision.masters")) and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            return f"{name} is not finite"
+    return ""

@@ -1,0 +1,332 @@
+"""Where a training stands in its data, so that another process can go on from there with the very batches that would have come.
+
+`Reading` goes through a loader, epoch by epoch, and counts. Its `place` is a state for a save: how the random generators stood as the epoch began, how many
+batches were given out, how everything stands now. To go on from a place, a new process begins the epoch as it began and passes over what was given out:
+
+    a DataLoader over a data set with indices   its sampler is passed over, nothing is fetched; loader workers begin as theirs stood (`flatout.state.carrying`)
+    a loader with a state_dict of its own       is given it
+    a list                                      is passed over
+    anything else                               is fetched again and thrown away
+
+What cannot be exact is named: ``inexact`` has a sentence for each thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from flatout.state.carrying import Carried, Carrier, Find, changed, counters
+from flatout.state.randoms import Interleaving, random_states, set_random_states
+
+INDICES, STATEFUL, ROWS, FETCHED = "indices", "state", "rows", "fetched"
+# Samplers that draw as they begin, and not as they go; `_draws_as_it_goes` knows where that is not so.
+PLAIN_SAMPLERS = {"SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "BatchSampler", "DistributedSampler"}
+SHAPE = {"kind": "loader", "samples": "samples in the data", "batches": "batches in an epoch", "batch": "batch size of the loader", "workers": "loader workers",
+         "persistent": "persistent workers", "order": "order of samples"}
+ENDED_EARLY = "the data ended before the place was reached"
+NONE_LEFT = object()
+
+
+class Reading:
+    """``find`` gives the random generators that an object holds, for those that a data set or a sampler has of its own.
+
+    ``begun``: whether an epoch is under way. ``given``: its batches that were given out. ``passed_over``: batches that were fetched again to find a place.
+    """
+
+    def __init__(self, torch: Any, loader: Any, find: Find | None = None) -> None:
+        self.torch, self.loader, self._find = torch, loader, find
+        self.kind = kind_of(torch, loader)
+        self.workers = int(getattr(loader, "num_workers", 0) or 0) if self.kind in (INDICES, FETCHED) else 0
+        self.persistent = bool(self.workers and getattr(loader, "persistent_workers", False))
+        self.begun, self.given, self.passed_over = False, 0, 0
+        self._dataset = getattr(loader, "dataset", None)
+        self._things = _things_of(loader, self.kind)
+        self._first_counters = [counters(thing) for thing in self._things]
+        self._own: list[Any] | None = None  # random generators of the loader and its data
+        self._sought: dict[str, Any] | None = None
+        self._seeking: tuple[dict[str, Any] | None, int] = None, 0  # by the sampler: a place, and how many batches it is to pass over
+        self._asked = False  # for the order of samples, by this iterator
+        self._began: dict[str, Any] = {}  # how all stood before this epoch's iterator, its sampler and its first batch
+        self._made: dict[str, Any] | None = None  # how the random generators stood before persistent workers were started
+        self._later = False  # an epoch of persistent workers that is not their first
+        self._standing: list[dict[str, Any] | None] = [None] * self.workers  # of each worker, after its last batch that was given out
+        self._turn = 0  # the worker whose batch is next
+        self._said: dict[str, None] = {}
+        self._watch = Interleaving()
+        self._watched = not self.workers if self.kind == FETCHED else self.kind == INDICES and any(map(_draws_as_it_goes, _samplers_of(loader)))
+
+    # -- a place ------------------------------------------------------------------------------------------------------------
+
+    def place(self) -> dict[str, Any]:
+        """Asked for between two batches."""
+        return {"kind": self.kind, "shape": self.shape(), "begun": self.begun, "given": self.given, "began": dict(self._began) if self.begun else None,
+                "now": self._now(), "made": self._made, "later": self._later, "workers": list(self._standing),
+                "state": self.loader.state_dict() if self.kind == STATEFUL and self.begun else None}
+
+    def shape(self) -> dict[str, Any]:
+        """What a place depends on."""
+        return {"kind": type(self.loader).__name__, "samples": _length(self._dataset), "batches": _length(self.loader), "workers": self.workers,
+                "batch": getattr(self.loader, "batch_size", None), "persistent": self.persistent,
+                "order": [type(sampler).__name__ for sampler in _samplers_of(self.loader)]}
+
+    def go_on(self, place: dict[str, Any], given: int | None = None) -> list[str]:
+        """The next epoch goes on from there. What differs since, in words. ``given``: so many batches instead, of another number of ranks."""
+        mine, theirs = self.shape(), place["shape"]
+        self._sought = place if given is None else {**place, "given": given}
+        if place["kind"] != self.kind or theirs["workers"] != self.workers or given is not None:
+            self._sought = {**self._sought, "workers": [None] * self.workers, "made": None}
+        self._later = bool(place["later"])
+        return [f"{words}: {theirs.get(name)} when it was saved, {mine[name]} now" for name, words in SHAPE.items() if theirs.get(name) != mine[name]]
+
+    @property
+    def coming(self) -> int:
+        """Batches of the next epoch that were given out already."""
+        return self._sought["given"] if self._sought is not None and self._sought["begun"] else 0
+
+    @property
+    def inexact(self) -> list[str]:
+        """Why another process that goes on from a place would not see the very same batches; empty where it would."""
+        found = list(self._said)
+        if self._watch.kinds:
+            whose = "the sampler draws" if self.kind == INDICES else "the loader draws"
+            found.append(f"{whose} random numbers as it goes ({', '.join(sorted(self._watch.kinds))}), in turns with the training")
+        if self.workers and getattr(self.loader, "in_order", True) is False:
+            found.append("loader workers give batches in the order in which they happen to be ready (in_order=False)")
+        if self.workers and self.kind == INDICES and hasattr(self._dataset, "state_dict"):
+            found.append("the data set keeps a state of its own (state_dict), of which each loader worker has a copy")
+        if self._later and self.kind == FETCHED:
+            found.append("persistent workers go through data without indices: how they stood when this epoch began is not known")
+        return found
+
+    # -- an epoch -----------------------------------------------------------------------------------------------------------
+
+    def epoch(self) -> Iterator[Any]:
+        """The batches of one epoch, or the rest of the one that was sought."""
+        place, self._sought = self._sought, None
+        within = place is not None and place["begun"]
+        self.given = place["given"] if place is not None and within else 0
+        iterator = self._iterator(place, within)
+        self.begun = True
+        if place is not None and within:
+            self._put(place["now"], found=True)
+        while (batch := self._next(iterator)) is not NONE_LEFT:
+            self.given += 1
+            yield batch
+        self.begun, self.given = False, 0
+
+    def _iterator(self, place: dict[str, Any] | None, within: bool) -> Iterator[Any]:
+        """Begun as the epoch began, and brought to the place."""
+        if place is not None:
+            self._put(place["began"]["iterator"] if within else place["now"])
+        self._began = {"iterator": self._now()}
+        self._watch.begin()
+        if self.persistent:
+            self._later = self._later if within else self._made is not None or (place is not None and place["made"] is not None)
+            if place is not None and place["made"] is not None:
+                set_random_states(self.torch, place["made"], self._generators())
+                self._made = place["made"]
+            elif self._made is None:
+                self._made = self._began["iterator"]["random"]
+        if self.kind == INDICES:
+            iterator, again = self._through_indices(place, within)
+        else:
+            if self.kind == STATEFUL and place is not None and within:
+                self.loader.load_state_dict(place["state"])
+            iterator, again = iter(self.loader), self.given if self.kind != STATEFUL else 0
+        for _ in range(again):
+            if self._next(iterator) is NONE_LEFT:
+                self._said[ENDED_EARLY] = None
+                break
+            self.passed_over += self.kind != ROWS
+        return iterator
+
+    def _next(self, iterator: Iterator[Any]) -> Any:
+        if self._watched and self.kind == FETCHED:
+            before = self._randoms()
+            batch = next(iterator, NONE_LEFT)
+            self._watch.hear(before, self._randoms())
+            return batch
+        batch = next(iterator, NONE_LEFT)
+        return self._unpacked(batch) if type(batch) is Carried else batch
+
+    def _unpacked(self, carried: Carried) -> Any:
+        worker, self._turn = self._turn, (self._turn + 1) % self.workers
+        if carried.standing is not None:
+            self._standing[worker] = carried.standing
+        for sentence in carried.said:
+            self._said[f"in loader worker {worker}, {sentence}"] = None
+        return carried.batch
+
+    # -- a DataLoader whose samples have indices ----------------------------------------------------------------------------
+
+    def _through_indices(self, place: dict[str, Any] | None, within: bool) -> tuple[Iterator[Any], int]:
+        """Its iterator, and how many batches it gives again: as many as bring the workers' turns to where they were."""
+        again = self.given % self.workers if self.workers else 0
+        self._seeking, self._asked = (place, self.given - again), False
+        self._turn = 0
+        batched = self.loader.batch_sampler is not None
+        order = _Order(self, self.loader.batch_sampler if batched else self.loader.sampler)
+        instead: dict[str, Any] = {"batch_sampler" if batched else "sampler": order}
+        if self.workers:
+            if place is not None:
+                self._standing = list(place["workers"])
+            if not self.persistent and not within:
+                self._standing = [None] * self.workers
+            carrier = Carrier(self.loader.collate_fn, self.loader.worker_init_fn, self._find, list(self._standing), again)
+            instead |= {"collate_fn": carrier, "worker_init_fn": carrier.begins}
+        with _in_place(self.loader, instead):
+            iterator = iter(self.loader)
+        self._seeking = None, 0
+        return iterator, again
+
+    def order_begins(self, sampler: Any) -> Iterator[Any]:
+        """What a DataLoader's iterator goes through in the sampler's place. Called when torch begins it, because some samplers draw then: once, and twice for a
+        new iterator with workers, whose seed is drawn in between."""
+        place, passed = self._seeking
+        within = place is not None and place["begun"]
+        again, self._asked = self._asked, True
+        if place is not None and again:
+            self._put(place["began"]["sampler"] if within else place["now"])
+        self._began["sampler"] = self._now()
+        indices, first = iter(sampler), place["began"]["first"] if place is not None and within else None
+        if within and not self.workers:  # before the random numbers of the place are put back; workers are sent their first batches at once anyway
+            self._pass(indices, first, passed)
+            return self._rest(indices)
+        return self._all(indices, first, passed)
+
+    def _all(self, indices: Iterator[Any], first: dict[str, Any] | None, passed: int) -> Iterator[Any]:
+        self._pass(indices, first, passed)
+        yield from self._rest(indices)
+
+    def _pass(self, indices: Iterator[Any], first: dict[str, Any] | None, passed: int) -> None:
+        if first is not None:
+            self._put(first)
+        self._began["first"] = self._now()
+        for _ in range(passed):
+            if next(indices, NONE_LEFT) is NONE_LEFT:
+                self._said[ENDED_EARLY] = None
+                break
+        if self._watched:
+            self._watch.hear(after := self._randoms(), after)
+
+    def _rest(self, indices: Iterator[Any]) -> Iterator[Any]:
+        if not self._watched:
+            yield from indices
+            return
+        while True:
+            before = self._randoms()
+            index = next(indices, NONE_LEFT)
+            self._watch.hear(before, self._randoms())
+            if index is NONE_LEFT:
+                return
+            yield index
+
+    # -- how everything stands ----------------------------------------------------------------------------------------------
+
+    def _generators(self) -> list[Any]:
+        if self._own is None:
+            held = [getattr(self.loader, name, None) for name in ("generator", "sampler", "batch_sampler", "dataset", "collate_fn")]
+            self._own = self._find([*held, *self._things]) if self._find is not None and self.kind != ROWS else []
+        return self._own
+
+    def _randoms(self) -> dict[str, Any]:
+        return random_states(self.torch, self._generators(), devices=False)
+
+    def _now(self) -> dict[str, Any]:
+        return {"random": self._randoms(), "states": [thing.state_dict() if _has_state(thing) else None for thing in self._things],
+                "counters": [changed(before, counters(thing)) for before, thing in zip(self._first_counters, self._things, strict=True)]}
+
+    def _put(self, stood: dict[str, Any], found: bool = False) -> None:
+        """``found``: an iterator has been brought to the place, and what it went through with it."""
+        for sentence in set_random_states(self.torch, stood["random"], self._generators()):
+            self._said[sentence] = None
+        if found and (self.workers or self.kind != INDICES):
+            return
+        for thing, remembered, state in zip(self._things, stood["counters"], stood["states"], strict=False):
+            if remembered:
+                vars(thing).update(remembered)
+            if state is not None and _has_state(thing) and (not found or thing is self._dataset):
+                thing.load_state_dict(state)
+
+
+class _Order:
+    """Stands in for the sampler of a DataLoader while its iterator is made, and then in that iterator, which asks it again for each epoch of persistent
+    workers."""
+
+    def __init__(self, reading: Reading, sampler: Any) -> None:
+        self.reading, self.sampler = reading, sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.reading.order_begins(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+@contextmanager
+def _in_place(loader: Any, instead: dict[str, Any]) -> Iterator[None]:
+    """Attributes of a loader, which it does not let anybody set, for as long as it makes an iterator."""
+    own = vars(loader)
+    before = {name: own[name] for name in instead}
+    own.update(instead)
+    try:
+        yield
+    finally:
+        own.update(before)
+
+
+def kind_of(torch: Any, loader: Any) -> str:
+    """How a place in this loader is found again."""
+    if type(loader) in (list, tuple):
+        return ROWS
+    if _has_state(loader):
+        return STATEFUL
+    made = torch.utils.data.DataLoader
+    if not isinstance(loader, made) or isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return FETCHED
+    own = type(loader).__iter__ is made.__iter__ and type(loader)._get_iterator is made._get_iterator
+    return INDICES if own else FETCHED  # a subclass may go its own ways
+
+
+def _samplers_of(loader: Any) -> list[Any]:
+    found: list[Any] = []
+    ways = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
+    while ways:
+        sampler = ways.pop(0)
+        if sampler is not None and not any(sampler is each for each in found):
+            found.append(sampler)
+            ways.append(getattr(sampler, "sampler", None))
+    return found
+
+
+def _things_of(loader: Any, kind: str) -> list[Any]:
+    """What may remember where it stands: samplers, the data set, a loader of somebody's own."""
+    if kind == ROWS:
+        return []
+    found = [*_samplers_of(loader), getattr(loader, "dataset", None)] if hasattr(loader, "dataset") else [loader]
+    return [thing for thing in found if hasattr(thing, "__dict__")]
+
+
+def _has_state(thing: Any) -> bool:
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def _draws_as_it_goes(sampler: Any) -> bool:
+    """Whether a sampler may draw random numbers between two batches from a generator that others draw from, too."""
+    kind = type(sampler)
+    if kind in (list, tuple, range):
+        return False
+    if not kind.__module__.startswith("torch.utils.data.") or kind.__name__ not in PLAIN_SAMPLERS:
+        return True
+    if kind.__name__ != "RandomSampler" or sampler.generator is None:
+        return False
+    return bool(sampler.replacement or sampler.num_samples > len(sampler.data_source))
+
+
+def _length(thing: Any) -> int | None:
+    try:
+        return len(thing)
+    except Exception:  # of somebody's own
+        return None
