@@ -69,6 +69,11 @@ def cpu_seconds() -> float:
     return time.process_time()
 
 
+def thread_seconds() -> float:
+    """Processor seconds of the thread that asks."""
+    return time.thread_time()
+
+
 def sleep(for_s: float) -> None:
     time.sleep(for_s)
 

@@ -60,17 +60,26 @@ class Saver:
             return False
         return self.clocks.wall_s() - self._began_s >= self.cost.last_s / self.share
 
-    def save(self, step: int, packed: Packed, told: Mapping[str, Any]) -> None:
-        """Copy the state and go on; the rest happens beside. Waits for a save that is still being written."""
+    def save(self, step: int, packed: Packed, told: Mapping[str, Any], packing_s: float = 0.0) -> None:
+        """Copy the state and go on; the rest happens beside. Waits for a save that is still being written. ``packing_s``: what it took to look at the state."""
         self.wait()
         began_s = self.clocks.wall_s()
         copy = self._snapshot.take(packed)
         self._began_s, self._last_step = self.clocks.wall_s(), step
         self.cost.saves += 1
-        self.cost.last_s = waited_s = self._began_s - began_s
+        self.cost.last_s = waited_s = packing_s + self._began_s - began_s
         self.cost.waited_s += waited_s
         self._writing = threading.Thread(target=self._write, args=(step, copy, dict(told)), name="flatout saves", daemon=True)
         self._writing.start()
+
+    def save_now(self, step: int, packed: Packed, told: Mapping[str, Any]) -> Save | None:
+        """Write the state itself, in this thread, when the training does not go on: at the end of a process no thread may be started. None where it failed."""
+        self.wait()
+        self._last_step = step
+        self.cost.saves += 1
+        before = self.last
+        self._write(step, packed, told)
+        return self.last if self.last is not before else None
 
     def wait(self) -> None:
         """Until nothing is being written."""
