@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
@@ -63,7 +64,7 @@ class Signals:
 
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
         """What the program does with this signal; may not return, and may raise."""
-        handler = self._beneath.get(number, signal.SIG_DFL) if number in self._passing else self._theirs.get(number, signal.SIG_DFL)
+        handler = self._handler(number)
         if callable(handler):
             self._passing.add(number)
             try:
@@ -74,14 +75,21 @@ class Signals:
             self._set(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
+    def _handler(self, number: int) -> Any:
+        return (self._beneath if number in self._passing else self._theirs).get(number, signal.SIG_DFL)
+
     def _stand_before(self, number: int) -> None:
         handler = self._theirs[number]
         if callable(handler) or handler == signal.SIG_DFL:  # not what is ignored, nor what C code has set
             self._set(number, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if number in self._passing or os.getpid() != self.pid or self.before(number):
-            self.pass_on(number, frame)
+        by_the_program = sys._getframe(1) is not frame  # a handler of the program's calls what it has found beneath
+        if number not in self._passing and os.getpid() == self.pid and not self.before(number):
+            return
+        if by_the_program and not callable(self._handler(number)):
+            return
+        self.pass_on(number, frame)
 
     def _wrap_set(self, really: Callable) -> Callable:
         @wraps(really)

@@ -60,7 +60,7 @@ class Belongings:
         self.notes: dict[str, str] = {}  # what will not be as it was, by where
         self.divided = False  # weights lie in parts on several ranks
         self._held: dict[int, Held] = {}
-        self._tensors: dict[str, Any] = {}
+        self._tensors: dict[str, Callable[[], Any]] = {}
 
     def look(self, frame: FrameType | None) -> None:
         """Find what is there. ``frame``: where the names of variables are looked for."""
@@ -85,6 +85,11 @@ class Belongings:
         self.divided = any(hasattr(p, "_local_tensor") for module in modules for p in _parameters(module))
         self._tensors = self._bare(seen, {key: p for key, p in trained.items() if key not in covered}, covered)
 
+    @property
+    def live(self) -> bool:
+        """Whether anything that trains is still there."""
+        return bool(self.scene.roots or self.scene.optimizers) or any(ref() is not None for ref in self._tensors.values())
+
     def state(self) -> dict[str, Any]:
         """Of all that was found, as it is now: the script's own tensors, in dictionaries that are new."""
         found: dict[str, Any] = {kind: {} for kind in ("modules", "optimizers", "schedulers", "scalers")}
@@ -96,7 +101,8 @@ class Belongings:
                 found["optimizers"][held.name] = _optimizer_state(self.torch, *held.parts)
             elif thing is not None:
                 found[held.kind][held.name] = self._own_state(held.kind, thing)
-        return {**found, "tensors": {name: tensor.detach() for name, tensor in self._tensors.items()}, "random": random_states(self.torch)}
+        tensors = {name: tensor.detach() for name, ref in self._tensors.items() if (tensor := ref()) is not None}
+        return {**found, "tensors": tensors, "random": random_states(self.torch)}
 
     def told(self, state: dict[str, Any]) -> list[dict[str, Any]]:
         """What is in a state, for a list that people read."""
@@ -141,7 +147,7 @@ class Belongings:
             name, again = f"{stem}{again}", again + 1
         return name, code or name
 
-    def _bare(self, seen: list[tuple[str, Any]], uncovered: dict[int, Any], covered: set[int]) -> dict[str, Any]:
+    def _bare(self, seen: list[tuple[str, Any]], uncovered: dict[int, Any], covered: set[int]) -> dict[str, Callable[[], Any]]:
         """Weights that are in no module: of optimizers, and where there is neither optimizer nor module, all leaves that the script names."""
         tensor = self.torch.Tensor
         found = dict(uncovered)
@@ -151,7 +157,7 @@ class Belongings:
                     if isinstance(each, tensor) and each.is_leaf and each.requires_grad:
                         found[id(each)] = each
         names = names_of(found.values(), seen)
-        return {names.get(key, f"weight_{at}"): value for at, (key, value) in enumerate(found.items())}
+        return {names.get(key, f"weight_{at}"): weakref.ref(value) for at, (key, value) in enumerate(found.items())}
 
     # -- what is not the usual ------------------------------------------------------------------------------------------
 

@@ -258,6 +258,8 @@ class Rescue(Listener):
     def _tell_where(self, why: str) -> None:
         if self.saver is not None and self.saver.last is not None:
             last = self.saver.last
+            if not self._told:
+                self._tell_what_is_kept()
             self.say(f"rescue: {why}; {where_of(last.manifest.told, last.step)} is kept. `flatout rescue` lists it, `flatout rescue --to DIR` writes it")
 
     # -- the end --------------------------------------------------------------------------------------------------------
@@ -311,7 +313,7 @@ class Rescue(Listener):
             if leaving[0] > kept:
                 step, packed, told = leaving
                 self.saver.save_now(step, packed, {**told, "why": why})
-        elif not self._updating and (steps > kept or (self._inside and self._updated)) and (self.scene.roots or self.scene.optimizers):
+        elif not self._updating and (steps > kept or (self._inside and self._updated)) and self.belongings is not None and self.belongings.live:
             self._save(why, self._where_it_failed(), last=True, ended=True)
         if self.saver is not None:
             self.saver.saves.close()
