@@ -60,6 +60,14 @@ def say(sentence: str) -> None:
     sys.stderr.flush()
 
 
+def say_at_once(sentence: str) -> None:
+    """The same past Python's own buffers, whose lock the program may hold where a signal has interrupted it."""
+    try:
+        os.write(2, f"flatout: {sentence}\n".encode(errors="replace"))
+    except OSError:
+        pass  # nobody reads it any more
+
+
 def install(path: str) -> None:
     """Arrange for the job's entry to be called. Raises nothing that a program could notice."""
     with open(path, encoding="utf-8") as file:
@@ -83,8 +91,17 @@ def _call_entry(job: dict[str, Any], torch: ModuleType) -> None:
 
 def speaks_first(path: str) -> bool:
     """Whether this process is the one of a run that tells the person what was applied: the first that asks."""
+    return _is_first(f"{path}.told")
+
+
+def keeps_first(path: str) -> bool:
+    """Whether this process is the one of a run whose training is kept."""
+    return _is_first(f"{path}.kept")
+
+
+def _is_first(claim: str) -> bool:
     try:
-        os.close(os.open(f"{path}.told", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except OSError:
         return False
     return True
@@ -97,9 +114,8 @@ def _leave(path: str, pid: int) -> None:
     if speaks_first(path):
         never = "finished a training step" if "torch" in sys.modules else "imported torch"
         say(f"nothing was applied: this program never {never}")
-    try:
-        for file in (path, f"{path}.told"):
-            os.unlink(file)
-        os.rmdir(os.path.dirname(path))
-    except OSError:
-        pass  # somebody has tidied up before
+    for remove, what in ((os.unlink, path), (os.unlink, f"{path}.told"), (os.unlink, f"{path}.kept"), (os.rmdir, os.path.dirname(path))):
+        try:
+            remove(what)
+        except OSError:
+            pass  # it was never made, or somebody has tidied up before

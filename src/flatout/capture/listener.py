@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -59,3 +59,23 @@ class Guarded(Listener):
                 self._listener.broke(error)
 
         return hear_or_leave
+
+
+class Several(Listener):
+    """Passes events on to each, in this order."""
+
+    def __init__(self, first: Listener, *others: Listener) -> None:
+        self.listeners = (first, *others)
+        self.wants_phases = any(each.wants_phases for each in self.listeners)
+        self.__dict__.update({name: self._each([getattr(each, name) for each in self.listeners]) for name in EVENTS})
+
+    @staticmethod
+    def _each(hearing: Sequence[Callable[..., None]]) -> Callable[..., None]:
+        def hear(*args: Any) -> None:
+            for each in hearing:
+                each(*args)
+
+        return hear
+
+    def broke(self, error: Exception) -> None:
+        self.listeners[0].broke(error)

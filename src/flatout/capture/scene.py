@@ -64,6 +64,7 @@ class Scene:
         self._filter: Any = None
         self._root_hooks: dict[int, list[Any]] = {}
         self.asleep = False
+        self.then: Callable[[], None] | None = None
 
     # -- what was found ---------------------------------------------------------------------------------------------
 
@@ -240,6 +241,10 @@ class Scene:
             self.asleep = True
             self.listener = Listener()
 
+    def listen_for(self, listener: Listener) -> None:
+        """From now on for this listener alone."""
+        self.listener = Guarded(listener)
+
     def rest(self) -> None:
         """Stop listening, for good: what stays costs two flag tests a step. Levers, and rules for loaders, stay.
 
@@ -307,6 +312,7 @@ class Scene:
         if not self.steps:
             self.autocast_seen |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         self.listener.forward_begin(module, args, kwargs)
+        self._do_then()
 
     def _root_ends(self, module: Any, args: tuple, output: Any) -> None:
         if not self.asleep and self.torch.is_grad_enabled():
@@ -332,6 +338,7 @@ class Scene:
             roots = (tensors,) if isinstance(tensors, scene.torch.Tensor) else tuple(tensors)
             scene.create_graph_seen |= _creates_graph(args, kwargs)
             scene.listener.backward_begin(tuple(map(scene.without_scale, roots)))
+            scene._do_then()
             scene._in_backward = True
             try:
                 result = backward(tensors, *args, **kwargs)
@@ -397,6 +404,7 @@ class Scene:
         self._in_optimizer.append(id(optimizer))
         if len(self._in_optimizer) == 1:
             self.listener.optimizer_begin(optimizer)
+            self._do_then()
 
     def _optimizer_ends(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if self.asleep:
@@ -430,6 +438,12 @@ class Scene:
             self._stop_looking()
             self._depth = 0
         self.listener.step_end()
+
+    def _do_then(self) -> None:
+        """What a listener wants done once, when all have heard: what that raises reaches the program, as the exception of a signal handler does."""
+        if self.then is not None:
+            then, self.then = self.then, None
+            then()
 
     # -- wrapping a root's forward ----------------------------------------------------------------------------------
 

@@ -28,6 +28,11 @@ class StepBoundaries:
         """No optimizer object steps here: boundaries come from the backward passes."""
         return not self._stepped and (not self._known or self._lonely_backwards >= PATIENCE)
 
+    @property
+    def pending(self) -> bool:
+        """A backward pass has ended, and no step since."""
+        return self._pending_backward
+
     def optimizer_made(self, key: int) -> None:
         self._known.add(key)
 

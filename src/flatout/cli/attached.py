@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from flatout.capture.bootstrap import say, speaks_first
+from flatout.capture.bootstrap import keeps_first, say, say_at_once, speaks_first
 from flatout.capture.ledger import Ledger
-from flatout.capture.listener import Listener
+from flatout.capture.listener import Listener, Several
 from flatout.capture.scene import Scene
 from flatout.engine.applier import EARLY, LATE, Applier, Outcome, one_line
 from flatout.levers import TABLE
@@ -15,6 +17,9 @@ from flatout.plan.facts import Facts
 from flatout.plan.plan import Plan
 from flatout.plan.standing import standing
 from flatout.plan.words import Moment
+
+if TYPE_CHECKING:
+    from flatout.engine.rescue import Rescue
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -39,7 +44,9 @@ class Attached(Listener):
                       if any(lever.name == c.name and lever.moment is Moment.PROCESS for lever in TABLE)]
         here = standing()
         self.rank = here.rank if here is not None else int(os.environ.get("RANK", "0"))
-        self.scene = Scene(torch, self, Ledger())
+        ledger = Ledger()
+        self.rescue = _rescue(job, torch, ledger) if self.rank == 0 and job.get("rescue") else None
+        self.scene = Scene(torch, self if self.rescue is None else Several(self, self.rescue), ledger)
         if here is not None and here.world_size > 1:
             from flatout.capture.aside import keep_aside, launch_folder
 
@@ -56,8 +63,10 @@ class Attached(Listener):
     def step_end(self) -> None:
         if self.scene.steps == 1:
             self.applier.start(self.plan, LATE)
+            if self.rescue is not None:
+                self.rescue.begin(self.scene)
             self.speaks = self.rank == 0 and speaks_first(os.environ["FLATOUT_JOB"])
-            if self.speaks:
+            if self.speaks and (len(self.plan) or self.rescue is None):
                 say(one_line([*self.early, *self.applier.outcomes]))
         elif self.scene.steps >= 3:
             for lever, sentence in self.scene.reports if self.speaks else ():
@@ -67,6 +76,15 @@ class Attached(Listener):
 
     def settled(self) -> None:
         """Everything is in place and was said."""
-        self.scene.rest()
+        if self.rescue is not None and self.rescue.active:
+            self.scene.listen_for(self.rescue)
+        else:
+            self.scene.rest()
 
 
+def _rescue(job: dict[str, Any], torch: Any, ledger: Ledger) -> Rescue:
+    from flatout.engine.rescue import Rescue
+
+    found = Rescue(torch, Path(job["rescue"]), say_at_once, lambda: keeps_first(os.environ["FLATOUT_JOB"]), ledger)
+    atexit.register(found.finish)
+    return found

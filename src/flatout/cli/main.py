@@ -14,6 +14,7 @@ from flatout.plan.legible import harmless
 COMMANDS = {
     "tune": "Find the fastest plan for a program, and prove that it learns the same.",
     "run": "Run a program under its plan.",
+    "rescue": "List what `flatout run --rescue` has kept, or write it as ordinary files.",
     "profile": "See where the time and the memory of a step go, and what fixing it would bring.",
     "batch": "See how speed and memory answer to the batch size, and how large a one still helps learning.",
     "memory": "Foretell the peak memory of a training step, for any batch size.",

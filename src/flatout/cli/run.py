@@ -6,13 +6,14 @@ import os
 import sys
 import tempfile
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from flatout.cli import places, ranks
-from flatout.cli.arguments import PROGRAM, Duration, LeverByName, program, read_plan, words_or_usage
+from flatout.cli.arguments import PROGRAM, Duration, LeverByName, program, read_plan, words_or_usage, writable
 from flatout.launch.caches import private_caches
 from flatout.launch.command import Command, understand
 from flatout.launch.environment import attached, listening
@@ -28,6 +29,7 @@ from flatout.probe.machine import look
 from flatout.tune.session import differences, job_folder, key_of, plan_files
 
 ENTRY = "flatout.cli.attached:attach"
+RESCUE = "rescue"  # in the folder of a job
 
 
 @click.command(context_settings=PROGRAM)
@@ -38,8 +40,10 @@ ENTRY = "flatout.cli.attached:attach"
 @ranks.options
 @places.options
 @click.option("--watch", is_flag=True, help="A live line on standard error: samples/s, waiting for data, cores, memory, MFU where FLOPs are known.")
+@click.option("--rescue", is_flag=True, help="Keep verified saves of what trains: at intervals, at signals, at the end. `flatout rescue` lists them.")
 @program
-def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | None, watch: bool, words: tuple[str, ...], **elsewhere: Any) -> int:
+def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | None, watch: bool, rescue: bool, words: tuple[str, ...],
+            **elsewhere: Any) -> int:
     """Run a program under its plan.
 
     The program takes this process over: its input, output, signals and exit code are its own. With --procs or --gpus it is started several times, each on
@@ -65,18 +69,19 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
         _say(f"{remark}; running it as it is. To tune: flatout tune {' '.join(cmd.shown)}")
     elif remark:
         _say(remark)
+    more = {"watch": known_ideal(cmd) if watch else None, "rescue": str(rescue_folder(cmd)) if rescue else None}
     if asked.several or place is not None:
-        return _run_as_ranks(cmd, facts, plan or Plan(), chosen, asked, place, known_ideal(cmd) if watch else None)
-    if not watch and not (plan is not None and len(plan)):
+        return _run_as_ranks(cmd, facts, plan or Plan(), chosen, asked, place, more)
+    if not watch and not rescue and not (plan is not None and len(plan)):
         _become(cmd, _listening())
     if cmd.closed:
         _say(f"nothing can be applied: `python {cmd.closed}` keeps flatout out; leave the option away")
         _become(cmd, dict(os.environ))
-    return _become(cmd, _environment(plan or Plan(), facts, known_ideal(cmd) if watch else None))
+    return _become(cmd, _environment(plan or Plan(), facts, more))
 
 
 def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, ...], asked: ranks.RanksAsked, place: Any,
-                  watch: dict[str, float] | None) -> int:
+                  more: dict[str, Any]) -> int:
     """On this machine, or with the nodes of ``place``."""
     import secrets
 
@@ -86,13 +91,18 @@ def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, 
     if cmd.closed:
         raise UsageError(f"`python {cmd.closed}` keeps flatout out, and every rank would train the same. Leave the option away.")
     plan = plan_of_ranks(cmd, facts, plan, chosen, asked.at_least_two, _say, first=place is None or not place.nodes.node_rank)
-    environment = _environment(plan, facts, watch, seed=secrets.randbits(31))
+    environment = _environment(plan, facts, more, seed=secrets.randbits(31))
     if place is not None and place.cluster == "ray":
         return places.go(place, cmd, environment)
     if place is not None:
         agent = Command(cmd.typed, tuple(agent_command(place.nodes, cmd, divided=True)))
         return _become(agent, environment)
     return run_divided(cmd, facts, asked, Path(environment["FLATOUT_JOB"]), environment)
+
+
+def rescue_folder(cmd: Command) -> Path:
+    """Where the saves of this command are kept, from wherever the program goes."""
+    return writable(job_folder(cmd), asked=False).path.resolve() / RESCUE
 
 
 def known_ideal(cmd: Command) -> dict[str, float]:
@@ -144,10 +154,11 @@ def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RanksAsked) 
     return plan_of(session)
 
 
-def _environment(plan: Plan, facts: Facts, watch: dict[str, float] | None = None, seed: int | None = None) -> dict[str, str]:
+def _environment(plan: Plan, facts: Facts, more: Mapping[str, Any] = {}, seed: int | None = None) -> dict[str, str]:
     """The environment for the program: the job that names the plan, and what PROCESS levers need. A lever that cannot be had is left out.
 
-    ``seed``: several ranks must begin with the same random numbers, where the script does not seed itself, and go through their sets in the same order.
+    ``more``: what else the job says (``watch``, ``rescue``). ``seed``: several ranks must begin with the same random numbers, where the script does not seed
+    itself, and go through their sets in the same order.
     """
     # 0 and no random number: the ranks of several nodes have to agree, and each node comes here by itself.
     extra = {} if seed is None else {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
@@ -167,8 +178,8 @@ def _environment(plan: Plan, facts: Facts, watch: dict[str, float] | None = None
         _say(sentence)
     job = Path(tempfile.mkdtemp(prefix="flatout-run-")) / "job.json"
     # exec keeps the process number, which is how the program knows itself among its children.
-    write_json(job, {"entry": ENTRY, "plan": plan.to_json(), "facts": facts.to_json(), "pid": os.getpid(), "left_out": left_out, "watch": watch,
-                     "seed": seed})
+    write_json(job, {"entry": ENTRY, "plan": plan.to_json(), "facts": facts.to_json(), "pid": os.getpid(), "left_out": left_out, "seed": seed,
+                     **more})
     return attached(job, extra, becomes=seed is None)
 
 

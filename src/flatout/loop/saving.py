@@ -171,7 +171,7 @@ class Saving:
         self._open = False
 
     def _save(self) -> None:
-        loop = self.loop
+        loop, began_s = self.loop, seconds()
         state = {"random": random_states(self.torch), "place": self.reading.place()}
         if self.rank == 0 or self.kept.divided:
             state |= self.kept.state()
@@ -181,7 +181,7 @@ class Saving:
         packed = pack(self.torch, state)
         self.saver.save(loop.index, packed, {"surroundings": self._surroundings(), "inexact": self._why_not_exact(), "ranks": self.ranks,
                                              "divided": self.kept.divided,
-                                             "tuned": loop.plan.to_toml() if loop.tuned is not None else None})
+                                             "tuned": loop.plan.to_toml() if loop.tuned is not None else None}, began_s)
         if self.every == 1:
             self.saver.wait()  # whoever wants each step kept loses none, also not one that was being written
 

@@ -12,7 +12,6 @@ from flatout.state.saves import Save, Saves
 from flatout.state.snapshot import Snapshot
 from flatout.state.values import Packed
 
-Packing = Callable[[], Packed]
 SHARE = 0.01
 
 
@@ -73,13 +72,13 @@ class Saver:
             return False
         return self.clocks.wall_s() - self._began_s >= self.cost.last_s / self.share
 
-    def save(self, step: int, state: Packed | Packing, told: Mapping[str, Any]) -> None:
-        """Copy the state and go on; the rest happens beside. Waits for a save that is still being written. ``state`` may be what packs it: then the training's
-        wait for that is counted, too."""
-        began_s = self.clocks.wall_s()
+    def save(self, step: int, packed: Packed, told: Mapping[str, Any], since_s: float | None = None) -> None:
+        """Copy the state and go on; the rest happens beside. Waits for a save that is still being written. ``since_s``: when the training began to wait, where
+        it was looked at first."""
+        began_s = self.clocks.wall_s() if since_s is None else since_s
         self._join()
         try:
-            copy = self._snapshot.take(state if isinstance(state, Packed) else state())
+            copy = self._snapshot.take(packed)
             writing = threading.Thread(target=self._write, args=(step, copy, dict(told)), name="flatout saves", daemon=True)
             self._waited(step, began_s)  # before there is anybody who adds to it
             writing.start()
@@ -95,6 +94,15 @@ class Saver:
             self.cost.saves += 1
         self.cost.waited_s += self.cost.last_s
         self._last_step = step
+
+    def save_now(self, step: int, packed: Packed, told: Mapping[str, Any]) -> Save | None:
+        """Write the state itself, in this thread, when the training does not go on: at the end of a process no thread may be started. None where it failed."""
+        self.wait()
+        self._last_step = step
+        self.cost.saves += 1
+        before = self.last
+        self._write(step, packed, told)
+        return self.last if self.last is not before else None
 
     def wait(self) -> None:
         """Until nothing is being written."""

@@ -21,7 +21,8 @@ class Snapshot:
         for name, tensor in packed.tensors.items():
             copy = self._kept.get(name)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = self.torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                # The device by name: a program may have set another default (torch.set_default_device).
+                copy = self.torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
             kept[name] = copy.copy_(tensor, non_blocking=True)
             if tensor.is_cuda:
                 devices.add(tensor.device)

@@ -1,0 +1,39 @@
+"""Learning rate schedulers, learned of as they are made: nothing else leads to them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from flatout.capture.ledger import Ledger
+
+MAKE_THEMSELVES = ("SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")  # torch 2.11 to 2.14: without the initialiser of their base
+
+
+class Schedulers:
+    def __init__(self, torch: Any, ledger: Ledger) -> None:
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        module = torch.optim.lr_scheduler
+        for kind in (module.LRScheduler, *(getattr(module, name) for name in MAKE_THEMSELVES if hasattr(module, name))):
+            if "__init__" in vars(kind):
+                ledger.set(kind, "__init__", self._heard(kind.__init__))
+
+    @property
+    def outermost(self) -> list[Any]:
+        """Those that are alive, in the order in which they were made, without those that another one drives."""
+        alive = [scheduler for ref in list(self._seen.values()) if (scheduler := ref()) is not None]
+        driven = {id(inner) for scheduler in alive for inner in getattr(scheduler, "_schedulers", ())}
+        return [scheduler for scheduler in alive if id(scheduler) not in driven]
+
+    def _heard(self, init: Callable) -> Callable:
+        seen = self._seen
+
+        @wraps(init)
+        def init_heard(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            init(scheduler, *args, **kwargs)
+            key = id(scheduler)
+            seen[key] = weakref.ref(scheduler, lambda _: seen.pop(key, None))
+
+        return init_heard

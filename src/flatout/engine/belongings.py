@@ -1,0 +1,227 @@
+"""What a running script trains with, and the state of all of it, by the names that the script uses.
+
+Nothing of the script's is called: a ``state_dict`` of its own may do anything, and parts of it may be wrapped by us. Modules, optimizers and the like are held
+weakly; of a module the dictionaries of its layers are held as well, and only until it is gone, so that what it was at its end can still be told.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+from flatout.capture.names import names_of, spelled, visible
+from flatout.capture.schedulers import Schedulers
+from flatout.state.randoms import random_states
+
+WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
+NOT_A_NAME = re.compile(r"\W+")
+OWN_WAYS = ("state_dict", "_save_to_state_dict", "get_extra_state")
+
+
+def unwrapped(module: Any) -> Any:
+    """The module that the script has written, inside what torch has put around it."""
+    while type(module).__name__ in WRAPPERS and type(module).__module__.startswith("torch."):
+        module = getattr(module, WRAPPERS[type(module).__name__])
+    return module
+
+
+class Held:
+    """Something of the script's: ``name`` is what its state is called, ``code`` how the script spells it."""
+
+    def __init__(self, kind: str, thing: Any, name: str, code: str, gone: Callable[[], None]) -> None:
+        self.kind, self.name, self.code, self.type = kind, name, code, type(thing).__name__
+        self.ref: Callable[[], Any] = weakref.ref(thing, lambda _: self._ends(gone))
+        self.parts: Any = None
+
+    def look(self) -> Any:
+        """The thing; None when it is gone."""
+        thing = self.ref()
+        if thing is not None and self.kind == "modules":
+            self.parts = list(_layers(thing, ""))
+        elif thing is not None and self.kind == "optimizers":
+            self.parts = thing.param_groups, thing.state
+        return thing
+
+    def _ends(self, gone: Callable[[], None]) -> None:
+        if self.kind in ("modules", "optimizers"):
+            gone()
+        self.parts = None
+
+
+class Belongings:
+    """``gone`` is called when a module or an optimizer of the training has ended its life; its state can be told until then."""
+
+    def __init__(self, scene: Any, schedulers: Schedulers, gone: Callable[[], None]) -> None:
+        self.scene, self.torch, self.schedulers, self.gone = scene, scene.torch, schedulers, gone
+        self.notes: dict[str, str] = {}  # what will not be as it was, by where
+        self.divided = False  # weights lie in parts on several ranks
+        self._held: dict[int, Held] = {}
+        self._tensors: dict[str, Callable[[], Any]] = {}
+
+    def look(self, frame: FrameType | None) -> None:
+        """Find what is there. ``frame``: where the names of variables are looked for."""
+        seen = list(visible(frame))
+        optimizers, scalers = self.scene.optimizers, self.scene.scalers
+        trained = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        modules = self._modules(seen, trained)
+        found = [*(("modules", each) for each in modules), *(("optimizers", each) for each in optimizers),
+                 *(("schedulers", each) for each in self.schedulers.outermost), *(("scalers", each) for each in scalers)]
+        wrappers = self._wrappers(seen, modules)
+        names = names_of([*(thing for _, thing in found), *wrappers], seen)
+        names = {id(unwrapped(wrapper)): names[id(wrapper)] for wrapper in wrappers} | names
+        self._held = {key: held for key, held in self._held.items() if held.ref() is not None and any(thing is held.ref() for _, thing in found)}
+        for kind, thing in found:
+            if id(thing) not in self._held:
+                name, code = self._named(thing, names)
+                self._held[id(thing)] = Held(kind, thing, name, code, self.gone)
+                self._note(kind, thing, name)
+        for held in self._held.values():
+            held.look()
+        covered = {id(p) for module in modules for p in _parameters(module)}
+        self.divided = any(hasattr(p, "_local_tensor") for module in modules for p in _parameters(module))
+        self._tensors = self._bare(seen, {key: p for key, p in trained.items() if key not in covered}, covered)
+
+    @property
+    def live(self) -> bool:
+        """Whether anything that trains is still there."""
+        return bool(self.scene.roots or self.scene.optimizers) or any(ref() is not None for ref in self._tensors.values())
+
+    def state(self) -> dict[str, Any]:
+        """Of all that was found, as it is now: the script's own tensors, in dictionaries that are new."""
+        found: dict[str, Any] = {kind: {} for kind in ("modules", "optimizers", "schedulers", "scalers")}
+        for held in self._held.values():
+            thing = held.look()
+            if held.kind == "modules" and held.parts is not None:
+                found["modules"][held.name] = _module_state(held.parts)
+            elif held.kind == "optimizers" and held.parts is not None:
+                found["optimizers"][held.name] = _optimizer_state(self.torch, *held.parts)
+            elif thing is not None:
+                found[held.kind][held.name] = self._own_state(held.kind, thing)
+        tensors = {name: tensor.detach() for name, ref in self._tensors.items() if (tensor := ref()) is not None}
+        return {**found, "tensors": tensors, "random": random_states(self.torch)}
+
+    def told(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """What is in a state, for a list that people read."""
+        found = []
+        for held in self._held.values():
+            if held.name in state[held.kind]:
+                counted = sum(t.numel() for t in state["modules"][held.name]["state"].values()) if held.kind == "modules" else 0
+                found.append({"kind": held.kind, "name": held.name, "code": held.code, "type": held.type, "values": counted})
+        return found + [{"kind": "tensors", "name": name, "code": name, "type": "Tensor", "values": t.numel()} for name, t in state["tensors"].items()]
+
+    # -- finding ------------------------------------------------------------------------------------------------------
+
+    def _modules(self, seen: list[tuple[str, Any]], trained: dict[int, Any]) -> list[Any]:
+        """The modules that are trained, outermost as the script calls them; and copies of them that the script keeps beside."""
+        roots = _outermost([unwrapped(root) for root in self.scene.roots])
+        kind = self.torch.nn.Module
+        others = _outermost([unwrapped(value) for _, value in seen if isinstance(value, kind)])
+        covered = {id(p) for root in roots for p in _parameters(root)}
+        for other in others:
+            inside = set(map(id, _tree(other)))
+            parts = [root for root in roots if id(root) in inside and root is not other]
+            misses = [p for p in _parameters(other) if id(p) in trained and id(p) not in covered]
+            if misses or len(parts) > 1:
+                roots = [root for root in roots if id(root) not in inside] + [other]
+                covered |= {id(p) for p in _parameters(other)}
+        kinds = {type(root) for root in roots}
+        copies = [other for other in others if (type(other) in kinds or type(getattr(other, "module", None)) in kinds)
+                  and not any(id(p) in covered for p in _parameters(other))]
+        return roots + copies
+
+    def _wrappers(self, seen: list[tuple[str, Any]], modules: list[Any]) -> list[Any]:
+        """Those by whose name a module may be known."""
+        wanted = set(map(id, modules))
+        return [value for _, value in seen if isinstance(value, self.torch.nn.Module) and id(value) not in wanted and id(unwrapped(value)) in wanted]
+
+    def _named(self, thing: Any, names: dict[int, str]) -> tuple[str, str]:
+        code = names.get(id(thing), "")
+        taken = {held.name for held in self._held.values()} | {"random", "tensors"}
+        stem = NOT_A_NAME.sub("_", code).strip("_") or spelled(type(thing).__name__)
+        name, again = stem, 2
+        while name in taken:
+            name, again = f"{stem}{again}", again + 1
+        return name, code or name
+
+    def _bare(self, seen: list[tuple[str, Any]], uncovered: dict[int, Any], covered: set[int]) -> dict[str, Callable[[], Any]]:
+        """Weights that are in no module: of optimizers, and where there is neither optimizer nor module, all leaves that the script names."""
+        tensor = self.torch.Tensor
+        found = dict(uncovered)
+        if not found and not covered:
+            for _, value in seen:
+                for each in (value, *(value if type(value) in (list, tuple) else value.values() if type(value) is dict else ())):
+                    if isinstance(each, tensor) and each.is_leaf and each.requires_grad:
+                        found[id(each)] = each
+        names = names_of(found.values(), seen)
+        return {names.get(key, f"weight_{at}"): weakref.ref(value) for at, (key, value) in enumerate(found.items())}
+
+    # -- what is not the usual ------------------------------------------------------------------------------------------
+
+    def _note(self, kind: str, thing: Any, name: str) -> None:
+        if kind == "modules":
+            usual = self.torch.nn.Module
+            own = sorted({type(each).__name__ for each in _tree(thing) if any(getattr(type(each), way) is not getattr(usual, way) for way in OWN_WAYS)
+                          or each._state_dict_hooks or each._state_dict_pre_hooks})
+            if own:
+                self.notes[name] = f"what the own state_dict of {', '.join(own[:3])} adds or changes"
+        elif ((kind == "optimizers" and type(thing).state_dict is not self.torch.optim.Optimizer.state_dict)
+              or (kind == "schedulers" and not type(thing).__module__.startswith("torch."))):
+            self.notes[name] = f"what the own state_dict of {type(thing).__name__} adds or changes"
+
+    def _own_state(self, kind: str, thing: Any) -> dict[str, Any]:
+        if type(thing).__module__.startswith("torch."):  # torch's own only read
+            return dict(thing.state_dict())
+        return {name: value for name, value in vars(thing).items() if name not in ("optimizer", "_optimizer")}
+
+
+def _outermost(modules: Iterable[Any]) -> list[Any]:
+    """Without those that are parts of others, each once."""
+    once = list({id(module): module for module in modules}.values())
+    parts = {id(part) for module in once for part in list(_tree(module))[1:]}
+    return [module for module in once if id(module) not in parts]
+
+
+def _tree(module: Any) -> Iterator[Any]:
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _tree(child)
+
+
+def _parameters(module: Any) -> Iterator[Any]:
+    return (p for each in _tree(module) for p in each._parameters.values() if p is not None)
+
+
+def _layers(module: Any, prefix: str) -> Iterator[tuple[str, Any, Any, Any, Any]]:
+    """Each layer's prefix and its live dictionaries, in the order of ``state_dict``."""
+    yield prefix, module._parameters, module._buffers, module._non_persistent_buffers_set, module._version
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _layers(child, f"{prefix}{name}.")
+
+
+def _module_state(layers: list[tuple[str, Any, Any, Any, Any]]) -> dict[str, Any]:
+    state: OrderedDict[str, Any] = OrderedDict()
+    versions = {}
+    for prefix, parameters, buffers, fleeting, version in layers:
+        versions[prefix[:-1]] = version
+        state.update((prefix + name, value.detach()) for name, value in parameters.items() if value is not None)
+        state.update((prefix + name, value.detach()) for name, value in buffers.items() if value is not None and name not in fleeting)
+    return {"state": state, "versions": versions}
+
+
+def _optimizer_state(torch: Any, groups: Any, state: Any) -> dict[str, Any]:
+    """As ``Optimizer.state_dict`` of torch numbers it."""
+    numbers: dict[int, int] = {}
+    packed = []
+    for group in groups:
+        for p in group["params"]:
+            numbers.setdefault(id(p), len(numbers))
+        packed.append({**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[id(p)] for p in group["params"]]})
+    of_weights = {(numbers.get(id(key)) if isinstance(key, torch.Tensor) else key): value for key, value in state.items()}
+    of_weights.pop(None, None)
+    return {"state": of_weights, "param_groups": packed}

@@ -1,0 +1,45 @@
+"""Which epoch a script is in: how often the loader that its first step was fed from has been iterated over, also when it makes it anew each time."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.scene import Scene
+
+
+class Epochs:
+    """``count`` is 0 where no DataLoader was iterated over before the first step ended."""
+
+    def __init__(self, torch: Any, ledger: Ledger) -> None:
+        self._begun: Counter[Any] = Counter()
+        self._last: Any = None
+        self._trains: Any = None
+        self._ways: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        kind = torch.utils.data.DataLoader
+        ledger.set(kind, "__iter__", self._heard(kind.__iter__))
+
+    def first_step_ended(self) -> None:
+        """What was iterated over last is what trains."""
+        self._trains = self._last
+
+    @property
+    def count(self) -> int:
+        return self._begun[self._trains] if self._trains is not None else 0
+
+    def _heard(self, begin: Callable) -> Callable:
+        @wraps(begin)
+        def iter_heard(loader: Any) -> Any:
+            way = self._ways.get(loader)
+            if way is None:
+                way = self._ways[loader] = Scene.way_of_loader(loader.dataset, {"batch_size": loader.batch_size, "num_workers": loader.num_workers,
+                                                                               "sampler": loader.sampler, "drop_last": loader.drop_last})
+            self._begun[way] += 1
+            self._last = way
+            return begin(loader)
+
+        return iter_heard

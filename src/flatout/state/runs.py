@@ -1,0 +1,52 @@
+"""The saves of a command that is run again and again, each time from its beginning: what an earlier run has kept is not pruned by a new one.
+
+    rescue/                  a folder of saves, of the present run
+        earlier/<number>/    the saves of a run before: of the newest one, and of the one that came furthest
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from flatout.plan.errors import StorageError
+from flatout.state.disk import PRIVATE_FOLDER, make_folder, move_folder
+from flatout.state.saves import Saves
+
+EARLIER = "earlier"
+
+
+def begin_run(saves: Saves) -> None:
+    """Put aside what lies in the folder of opened saves; of the runs before, two stay. Raises StorageError."""
+    paths = saves.paths()
+    if not paths:
+        return
+    home = saves.folder / EARLIER
+    try:
+        home.mkdir(exist_ok=True, mode=PRIVATE_FOLDER)
+        number = 1 + max((int(path.name) for path in earlier_runs(saves.folder)), default=0)
+        make_folder(home / str(number))
+        for path in paths:
+            move_folder(path, home / str(number) / path.name)
+    except OSError as error:
+        raise StorageError(f"cannot put the saves of an earlier run aside in {home}: {error.strerror}. Move {saves.folder} away.") from error
+    newest, *before = earlier_runs(saves.folder)
+    furthest = max([newest, *before], key=_steps)
+    for run in before:
+        if run != furthest:
+            shutil.rmtree(run, ignore_errors=True)
+
+
+def earlier_runs(folder: Path) -> list[Path]:
+    """Folders of saves of the runs before, the newest first."""
+    try:
+        names = os.listdir(folder / EARLIER)
+    except OSError:
+        return []
+    return [folder / EARLIER / str(number) for number in sorted((int(name) for name in names if name.isdigit()), reverse=True)]
+
+
+def _steps(run: Path) -> int:
+    newest = Saves(run).paths()
+    return int(newest[0].name.split("-")[1]) if newest else 0

@@ -1,0 +1,103 @@
+"""Signals heard before the program's own handlers, which it sets and asks for as if nobody stood before them. Real signals, in this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.signals import HEARD, Signals
+
+
+@pytest.fixture
+def stand():
+    """``signals, heard = stand(answer)``; everything is as it was when the test ends."""
+    ledger, before, original = Ledger(), {}, {number: signal.getsignal(number) for number in HEARD}
+
+    def install(passes=True):
+        heard = []
+        before.update((number, signal.getsignal(number)) for number in HEARD)
+        signals = Signals(lambda number: (heard.append(number), passes)[1])
+        assert signals.install(ledger)
+        return signals, heard
+
+    yield install
+    ledger.restore()
+    after = {number: signal.getsignal(number) for number in HEARD}
+    for number, handler in original.items():
+        signal.signal(number, handler)
+    assert after == before
+
+
+def test_the_program_does_not_see_who_stands_before_it(stand):
+    before = signal.getsignal(signal.SIGTERM)
+    _, heard = stand()
+    calls = []
+
+    def mine(number, frame):
+        calls.append((number, frame is not None))
+
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.signal(signal.SIGTERM, mine) is before
+    assert signal.getsignal(signal.SIGTERM) is mine
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert calls == [(signal.SIGTERM, True)]
+    assert heard == [signal.SIGTERM]
+    with pytest.raises(TypeError):
+        signal.signal(signal.SIGTERM, "no handler")
+    assert signal.signal(signal.SIGTERM, before) is mine
+    usr2 = signal.signal(signal.SIGUSR2, mine)  # not one that we hear
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert (len(calls), len(heard)) == (2, 1)
+    assert signal.signal(signal.SIGUSR2, usr2) is mine
+
+
+def test_what_is_ignored_stays_ignored(stand):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _, heard = stand()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert heard == []
+    calls = []
+    assert signal.signal(signal.SIGHUP, lambda *what: calls.append(what)) == signal.SIG_IGN
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert (len(calls), heard) == (1, [signal.SIGHUP])
+    assert callable(signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert (len(calls), len(heard)) == (1, 1)
+
+
+def test_a_handler_that_raises_and_one_that_waits(stand):
+    signals, heard = stand(passes=False)
+
+    def raises(number, frame):
+        raise TimeoutError("mine")
+
+    before = signal.signal(signal.SIGUSR1, raises)
+    os.kill(os.getpid(), signal.SIGUSR1)  # held back
+    assert heard == [signal.SIGUSR1]
+    with pytest.raises(TimeoutError, match="mine"):
+        signals.pass_on(signal.SIGUSR1)
+    assert signal.signal(signal.SIGUSR1, before) is raises
+
+
+def test_who_has_taken_the_function_before_us_is_found(stand):
+    """It goes by us, finds us beneath where there was nothing to call, and is stood before as soon as somebody looks. No circle comes of it."""
+    raw, calls = signal.signal, []
+    signals, heard = stand()
+    beneath = raw(signal.SIGUSR1, lambda number, frame: (calls.append(number), beneath(number, frame)))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (calls, len(heard)) == ([signal.SIGUSR1], 1), "and this process is still there"
+    signals.look_again()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (len(calls), len(heard)) == (2, 2)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_a_child_has_the_programs_own_handlers(stand):
+    stand()
+    child = os.fork()
+    if not child:
+        os._exit(0 if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not hasattr(signal.getsignal(signal.SIGTERM), "__self__") else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,0 +1,231 @@
+"""`flatout run --rescue` and `flatout rescue`: what a script that was not written to be saved has learned is there again, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shutil
+import signal
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(120)
+
+# Everything lives in a function, as in most scripts: it is gone before the process ends. Batch normalisation and a penalty that changes the step's middle.
+PROGRAM = '''\
+import hashlib, os, signal, sys
+import torch
+
+def digest(state):
+    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in state.values())).hexdigest()[:16]
+
+def batch(step):
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+
+def parts():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
+    adam = torch.optim.AdamW(net.parameters(), lr=0.01)
+    return net, adam, torch.optim.lr_scheduler.StepLR(adam, 5, 0.5)
+
+def one(net, adam, decay, step, middle=lambda: None):
+    adam.zero_grad()
+    loss = net(batch(step)).square().mean() + torch.rand(()) * 0
+    middle()
+    loss.backward()
+    adam.step()
+    decay.step()
+    print(step, digest(net.state_dict()), flush=True)
+
+def main(steps, at, number):
+    net, adam, decay = parts()
+    for step in range(1, steps + 1):
+        one(net, adam, decay, step, (lambda: os.kill(os.getpid(), number)) if step == at else lambda: None)
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
+    print("done")
+'''
+
+BY_HAND = '''\
+import os, resource, sys
+import torch
+torch.manual_seed(0)
+
+def main(how):
+    model = torch.nn.Linear(4, 1)
+    for step in range(1, 41):
+        model.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+        print(step, sum(p.double().sum().item() for p in model.parameters()).hex(), flush=True)
+        if how == "leaves" and step == 30:
+            sys.exit(3)
+        if how == "full" and step == 1:  # nobody can write a file any more
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        if how == "full" and step == 40:
+            os.kill(os.getpid(), 9)
+
+main(sys.argv[1])
+'''
+
+
+def told(out):
+    return [tuple(line.split()) for line in out.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Functions of the program, and the lines that it prints without flatout."""
+    space = {"__name__": "program"}
+    exec(PROGRAM, space)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        space["main"](30, 0, 0)
+    return space, out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def terminated(flatout_in, tmp_path_factory):
+    """A run that got SIGTERM in the middle of step 20: the command line in its folder, and how it ended."""
+    cli = flatout_in(tmp_path_factory.mktemp("rescue") / "work")
+    (cli.folder / "train.py").write_text(PROGRAM)
+    return cli, cli("run", "--rescue", "python", "train.py", "30", "20", str(int(signal.SIGTERM)))
+
+
+def written(cli, name, *words):
+    done = cli.here("rescue", *words, "--to", name)
+    assert done.code == 0, done.err
+    return done.out
+
+
+def test_a_signal_waits_for_the_step_and_the_lines_bring_back_what_it_had_learned(terminated, undisturbed):
+    cli, done = terminated
+    space, lines = undisturbed
+    assert done.code == -signal.SIGTERM
+    assert told(done.out) == told(lines)[:20], "the step under way is finished, and no other begins"
+    assert done.said[-1].startswith("flatout: rescue: SIGTERM; step 20 is kept.")
+    code = written(cli, "out")
+    assert len(code.splitlines()) == 5
+    net, adam, decay = space["parts"]()
+    with contextlib.chdir(cli.folder):
+        exec(code, {"net": net, "adam": adam, "decay": decay})
+    assert space["digest"](net.state_dict()) == told(lines)[19][1]
+    assert net.state_dict()._metadata["1"] == {"version": 2}, "so that later versions of torch know how to read it"
+    assert decay.last_epoch == 20
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for step in range(21, 31):
+            space["one"](net, adam, decay, step)
+    assert told(out.getvalue()) == told(lines)[20:30], "weights, optimizer and schedule are whole: it learns on as if nothing had been"
+    from safetensors.torch import load_file
+
+    flat = load_file(cli.folder / "out" / "net.safetensors")
+    assert {name: value.tolist() for name, value in flat.items()} == {name: value.tolist() for name, value in torch.load(cli.folder / "out" / "net.pt").items()}
+
+
+def test_the_list(terminated, tmp_path):
+    cli, _ = terminated
+    done = cli.here("rescue")
+    assert re.search(r"^  step 20, .* into the run, .* believed \(at SIGTERM\)$", done.out, re.M)
+    for line in ("net  module Sequential, 226 values", "adam  optimizer AdamW", "decay  scheduler StepLR"):
+        assert line in done.out
+    (job,) = (cli.folder / ".flatout").iterdir()
+    assert cli.here("rescue", str(job)).out.splitlines()[1:] == done.out.splitlines()[1:]
+    assert (job / "rescue").stat().st_mode & 0o777 == 0o700
+    older = cli.here("rescue", "--to", "of one", "--step", "1")
+    assert older.code == 0
+    assert "step 1 of" in older.err
+    assert cli.here("rescue", "--to", "out").code == 2, "nothing is written over"
+    assert cli.here("rescue", "--to", "other", "--step", "7").code == 2
+    assert cli.here("rescue", str(tmp_path)).code == 2
+
+
+def test_a_damaged_save_is_named_and_the_one_before_taken(terminated, tmp_path, flatout_in):
+    cli, _ = terminated
+    other = flatout_in(tmp_path / "work")
+    shutil.copytree(cli.folder / ".flatout", other.folder / ".flatout")
+    (tensors,) = other.folder.glob(".flatout/*/rescue/step-00000020/tensors.safetensors")
+    data = bytearray(tensors.read_bytes())
+    data[-3] ^= 4
+    tensors.write_bytes(data)
+    listed = other.here("rescue").out
+    assert "step-00000020  cannot be believed: tensors.safetensors is not what was written" in listed
+    done = other.here("rescue", "--to", "out")
+    assert done.code == 0
+    assert re.search(r"step-00000020 is left out.*\nstep 1 of", done.err)
+    assert other.here("rescue", "--to", "other", "--step", "20").code == 7
+
+
+def test_a_run_that_ends_well_learns_the_same_and_its_end_is_kept(flatout, script, undisturbed):
+    """Its model is gone before the process ends. Keeping changes neither a random number nor a line of its output, and nothing more is said."""
+    space, lines = undisturbed
+    script(PROGRAM)
+    done = flatout("run", "--rescue", "python", "train.py", "30", "0", "0")
+    assert (done.code, done.out) == (0, lines + "done\n")
+    assert all("keeps net, adam, decay" in line or "no plan fits" in line for line in done.said)
+    written(flatout, "out")
+    assert space["digest"](torch.load(flatout.folder / "out" / "net.pt")) == told(lines)[29][1]
+
+
+def test_without_an_optimizer(flatout, script):
+    """Steps that nobody announces, a program that leaves with an error; then it runs again with a disk that is full, and the saves of the first run stay."""
+    script(BY_HAND)
+    done = flatout("run", "--rescue", "python", "train.py", "leaves")
+    assert done.code == 3
+    written(flatout, "out")
+    total = sum(value.double().sum().item() for value in torch.load(flatout.folder / "out" / "model.pt").values()).hex()
+    assert ("30", total) in told(done.out)
+    (kept,) = flatout.folder.glob(".flatout/*/rescue/step-00000030/manifest.json")
+    shutil.move(kept.parents[2], kept.parents[3] / "other")
+    full = flatout("run", "--rescue", "python", "train.py", "full")
+    assert (full.code, len(told(full.out))) == (-9, 40), "the training goes on"
+    assert full.out.startswith(done.out)
+    assert any("File too large" in line and "The training goes on" in line for line in full.said), full.err
+
+
+def test_what_an_earlier_run_has_kept_stays(flatout, tmp_path):
+    """The newest run before, and the one that came furthest; the saves of a new run begin with its first step."""
+    from flatout.state.runs import begin_run, earlier_runs
+    from flatout.state.saves import Saves
+    from flatout.state.values import pack
+
+    def run(*steps):
+        with Saves(tmp_path / "rescue", keep=2) as saves:
+            begin_run(saves)
+            for step in steps:
+                saves.write("rescue", step, {"": pack(torch, {"step": step})}, {"holds": []})
+
+    for steps in ((1, 900), (1, 40), (1, 50), (2, 3)):
+        run(*steps)
+    assert [path.name for path in Saves(tmp_path / "rescue").paths()] == ["step-00000003", "step-00000002"]
+    newest = [Saves(folder).newest()[0].step for folder in earlier_runs(tmp_path / "rescue")]
+    assert newest == [50, 900]
+    listed = flatout.here("rescue", str(tmp_path))
+    assert listed.out.count("of an earlier run") == 2
+
+
+def test_nothing_was_kept(flatout):
+    done = flatout.here("rescue")
+    assert done.code == 2
+    assert "flatout run --rescue" in done.err
+
+
+def test_words_of_others_cannot_harm_a_terminal(flatout, tmp_path):
+    from flatout.state.saves import Saves
+    from flatout.state.values import pack
+
+    with Saves(tmp_path / "rescue") as saves:
+        saves.write("rescue", 1, {"": pack(torch, {})}, {"at": "\x1b[2J", "why": "\x1b]0;x\x07", "ran_s": "soon", "epoch": [], "inside": {},
+                                                         "holds": [7, {"name": "\x1b[31m", "values": "many"}]})
+    done = flatout.here("rescue", str(tmp_path))
+    assert done.code == 0
+    assert "\x1b" not in done.out
+    assert json.loads((tmp_path / "rescue" / "step-00000001" / "manifest.json").read_text())["told"]["at"] == "\x1b[2J"
+
+
+def test_the_help_names_it(flatout):
+    assert "--rescue" in flatout.here("run", "--help").out

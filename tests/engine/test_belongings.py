@@ -1,0 +1,134 @@
+"""What a script trains with is found and called by its names, and its state is that of torch's own state_dicts, without calling one."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flatout.capture.ledger import Ledger  # noqa: E402
+from flatout.capture.listener import Listener  # noqa: E402
+from flatout.capture.scene import Scene  # noqa: E402
+from flatout.capture.schedulers import Schedulers  # noqa: E402
+from flatout.engine.belongings import Belongings  # noqa: E402
+from flatout.state.exported import export  # noqa: E402
+from flatout.state.values import pack, unpack  # noqa: E402
+
+
+@pytest.fixture
+def find():
+    """``belongings, gone = find()``: they hear of what is made from then on; the ledger takes all out when the test ends."""
+    ledgers = []
+
+    def install():
+        ledgers.append(Ledger())
+        gone = []
+        scene = Scene(torch, Listener(), ledgers[-1])
+        schedulers = Schedulers(torch, ledgers[-1])
+        scene.install()
+        return Belongings(scene, schedulers, lambda: gone.append(1)), gone
+
+    yield install
+    for ledger in reversed(ledgers):
+        ledger.restore()
+
+
+class Loud(torch.nn.Linear):
+    def state_dict(self, *args, **kwargs):
+        raise AssertionError("nothing of the script's is called")
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b) and a.dtype == b.dtype
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def train(net, *optimizers, steps=3):
+    for _ in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        net(torch.randn(4, 8)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+# No assert in a function that is looked into: pytest writes it anew so that it asks for its own variables.
+def a_script(belongings):
+    netG = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8, bias=False))
+    netG[2].weight = netG[0].weight  # tied
+    netG.register_buffer("fleeting", torch.ones(1), persistent=False)
+    fast = torch.nn.DataParallel(netG)
+    ema, frozen = copy.deepcopy(netG), torch.nn.Conv2d(3, 3, 3)
+    optimizer = torch.optim.Adam([{"params": [netG[0].weight]}, {"params": [netG[0].bias, *netG[1].parameters()], "lr": 0.1}], amsgrad=True)
+    halving = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    both = torch.optim.lr_scheduler.ChainedScheduler([halving])
+    odd = Loud(8, 8)
+    second = torch.optim.LBFGS(odd.parameters())
+    train(fast, optimizer)
+    second.step(lambda: (odd.zero_grad(), odd(torch.ones(2, 8)).square().mean(), odd(torch.ones(2, 8)).square().mean().backward())[1])
+    both.step()
+    belongings.look(sys._getframe())
+    return belongings.state(), {"netG": netG, "ema": ema, "optimizer": optimizer, "both": both, "odd": odd, "second": second, "kept": (fast, frozen)}
+
+
+def test_names_and_states(find, tmp_path):
+    belongings, _ = find()
+    state, made = a_script(belongings)
+    assert list(state["modules"]) == ["netG", "odd", "ema"], "a copy that is kept beside is found, a module that does not train is not"
+    assert (list(state["optimizers"]), list(state["schedulers"])) == (["optimizer", "second"], ["both"]), "what another drives is in there"
+    assert same(dict(state["modules"]["netG"]["state"]), dict(made["netG"].state_dict()))
+    assert state["modules"]["netG"]["versions"] == {key: value["version"] for key, value in made["netG"].state_dict()._metadata.items()}
+    for name in ("optimizer", "second"):
+        assert same(state["optimizers"][name], made[name].state_dict())
+    assert same(state["schedulers"]["both"], made["both"].state_dict())
+    assert belongings.notes == {"odd": "what the own state_dict of Loud adds or changes"}
+    packed = pack(torch, state)
+    assert packed.left_out == {}
+    assert len([name for name in packed.tensors if name.startswith("modules.netG")]) == len(made["netG"].state_dict()) - 1, "tied weights once"
+    again = unpack(torch, packed.tree, packed.tensors)
+    code = export(torch, again, {"netG": "model"}, tmp_path / "out").lines
+    other = copy.deepcopy(made["netG"])
+    torch.nn.init.zeros_(other[0].weight)
+    exec("\n".join(line for line in code if line.startswith(("import", "model"))), {"model": other})
+    assert same(dict(other.state_dict()), dict(made["netG"].state_dict()))
+    assert torch.load(tmp_path / "out" / "random.pt")["torch"].dtype == torch.uint8
+
+
+def test_a_model_that_goes_is_told_of_while_its_state_is_there(find):
+    belongings, _ = find()
+    states = []
+    belongings.gone = lambda: states.append(belongings.state())
+    net = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    train(net, optimizer)
+    belongings.look(None)
+    train(net, optimizer)
+    last = {name: value.clone() for name, value in net.state_dict().items()}
+    del net
+    assert [same(dict(state["modules"]["linear"]["state"]), last) for state in states] == [True]
+    assert belongings.state()["modules"] == {}, "and then nothing of it is held any longer"
+    del optimizer
+    assert len(states) == 2
+
+
+def test_weights_in_no_module(find):
+    belongings, _ = find()
+    state = bare(belongings)
+    assert {name: tuple(value.shape) for name, value in state["tensors"].items()} == {"W": (8, 2), "parameters[0]": (2, 1)}
+    assert not belongings.live, "nothing lives because it was found"
+
+
+def bare(belongings):
+    W, parameters, data = torch.randn(8, 2, requires_grad=True), [torch.randn(2, 1, requires_grad=True)], torch.ones(4, 8)
+    for _ in range(2):
+        (data @ W @ parameters[0]).sum().backward()
+    belongings.look(sys._getframe())
+    return {key: {name: value.clone() if key == "tensors" else value for name, value in held.items()} for key, held in belongings.state().items()}
