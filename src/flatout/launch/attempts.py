@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatout.launch.failure import exit_code, signal_name
+from flatout.launch.failure import LOST_ANOTHER, exit_code, signal_name
 
+REPORTS = {"ChildFailedError", "SignalException"}
+ROOT_CAUSE = re.compile(r"Root Cause.*?rank +: (?P<rank>\d+).*?exitcode +: (?P<code>-?\d+)", re.DOTALL)
 FRUITLESS = 3  # restarts that bring nothing further
 ALLOCATORS = ("out of memory", "can't allocate memory", "cannot allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "std::bad_alloc")
 
@@ -142,10 +145,24 @@ def ending_of(code: int, title: str, failures: Sequence[Mapping[str, Any]], kill
         first = said.splitlines()[0][:160] if said else "no words"
         return Ending("memory", code, f"{title} ran out of memory {after} ({first})", place,
                       "`flatout tune --memory-limit 8GB COMMAND...` finds a plan that takes less, and `flatout.Loop` does such a step again in smaller parts")
+    lost = _lost_rank(failures)
+    if lost:
+        return Ending("exit", code, f"{title} failed {after}: {lost}", place)
     if kinds:
         first = said.splitlines()[0][:160] if said else ""
         return Ending("exit", code, f"{title} failed {after} with {kinds[0]}{f': {first}' if first else ''}", place)
     return Ending("exit", code, f"{title} ended with exit code {code} {after}", place)
+
+
+def _lost_rank(failures: Sequence[Mapping[str, Any]]) -> str:
+    """Where no process of the program told of a failure of its own, but torchrun tells which one it missed."""
+    if any(str(told.get("kinds", [""])[0]) not in REPORTS and not LOST_ANOTHER.search(str(told.get("said", ""))) for told in failures):
+        return ""
+    root = next((found for told in failures if (found := ROOT_CAUSE.search(str(told.get("said", ""))))), None)
+    if root is None:
+        return ""
+    code = int(root["code"])
+    return f"rank {root['rank']} was the first to end, {f'by {signal_name(-code)}' if code < 0 else f'with exit code {code}'}"
 
 
 def _place(told: Mapping[str, Any]) -> str:
@@ -156,7 +173,8 @@ def _place(told: Mapping[str, Any]) -> str:
 
 
 def failures_in(folder: str) -> list[dict[str, Any]]:
-    """What processes told of the exceptions that ended them, the oldest first; those of a launcher, which only reports of others, last."""
+    """What processes told of the exceptions that ended them: causes first, then what has only lost another process, then launchers that report of others; of
+    each kind the oldest first."""
     found = []
     for path in sorted(Path(folder).glob("failed.*"), key=lambda each: each.stat().st_mtime_ns):
         try:
@@ -165,7 +183,7 @@ def failures_in(folder: str) -> list[dict[str, Any]]:
             continue
         if isinstance(told, dict):
             found.append(told)
-    return sorted(found, key=lambda told: bool({"ChildFailedError", "SignalException"} & set(map(str, told.get("kinds", [])))))
+    return sorted(found, key=lambda told: (bool(REPORTS & set(map(str, told.get("kinds", [])))), LOST_ANOTHER.search(str(told.get("said", ""))) is not None))
 
 
 def kills_for_memory() -> int | None:

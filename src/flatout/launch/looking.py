@@ -10,6 +10,7 @@ from pathlib import Path
 from flatout.plan.pulse import SIGNAL, STACK, Seen
 
 STOPPED = "T"
+INNERMOST, MOST_FRAMES = 4, 60  # of a stack, shown
 STATES = {"R": "runs", "S": "waits", "D": "waits in the kernel, where no signal reaches it", "T": "is stopped", "t": "is held by a debugger", "Z": "has ended"}
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
@@ -96,6 +97,11 @@ class Stack:
 
     def passes(self, pattern: re.Pattern[str]) -> bool:
         return any(pattern.search(frame.file) for frame in self.frames)
+
+    @property
+    def shown(self) -> list[Frame]:
+        """The program's own lines and the innermost of libraries, as a traceback has them: the innermost last."""
+        return [frame for at, frame in enumerate(self.frames[:MOST_FRAMES]) if at < INNERMOST or not frame.of_a_library][::-1]
 
     @property
     def words(self) -> str:

@@ -185,7 +185,7 @@ class Supervisor:
         attempt.kept = watched.kept(attempt.base)
         code = -signal.SIGKILL if rank.process.returncode is None else rank.process.returncode
         ending = self._ending(guard, code, watched, kills)
-        if ending.kind not in ("well", "asked"):
+        if ending.kind != "well":  # what a program that has ended well leaves running is meant to run
             end_members(str(self.folder), MARKED)
         attempt.ended = self.clocks.seconds()
         if ending.kind not in ("well", "asked"):

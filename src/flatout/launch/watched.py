@@ -21,7 +21,6 @@ EARLY_S = 2 * LOOK_S  # a silence has begun up to a look before it was seen, and
 STOPPED_S = 8.0  # a process that is stopped, until it is continued
 AGAIN_S = 10.0  # one that compiles or works elsewhere is looked at again
 WORKS = 0.5  # of a core
-LINES_SHOWN = 16
 
 
 @dataclass
@@ -29,7 +28,7 @@ class Look:
     """At one process, at one moment."""
 
     at: float
-    asked: Asked
+    asked: Asked | None
     state: State | None
     stack: Stack | None = None
 
@@ -203,14 +202,17 @@ class Watched:
         return process.silence.limit_s if process.page[STEPS] else max(process.silence.limit_s, FLOORS_S[IMPORTED])
 
     def _ask(self, processes: Sequence[Process], now: float) -> None:
+        """For its stack only before it is judged, or where it computes: a call that waits in C may end early by a signal (sleep(3))."""
         for process in processes:
-            process.looks.append(Look(now, Asked(self.folder, process.pid, process.page), state_of(process.pid)))
+            state = state_of(process.pid)
+            wants = self._rounds == len(ASK_AT) or (bool(process.looks) and _used_s(process.looks[-1].state, state) > 0)
+            process.looks.append(Look(now, Asked(self.folder, process.pid, process.page) if wants else None, state))
             del process.looks[:-len(ASK_AT)]
 
     def _answers(self, now: float) -> None:
         for process in self.living:
             for look in process.looks:
-                if look.stack is None and now > look.at:
+                if look.stack is None and look.asked is not None and now > look.at:
                     look.stack = look.asked.answer()
 
     def _label(self, process: Process, now: float) -> None:
@@ -218,8 +220,8 @@ class Watched:
         if not process.looks:
             return
         last, silence = process.looks[-1], process.silence
-        if last.stack is None and now - last.at < 2 * LOOK_S:
-            return  # it has not answered yet
+        if last.asked is None or (last.stack is None and now - last.at < 2 * LOOK_S):
+            return  # it was not asked, or has not answered yet
         doing: str | None
         if last.state is not None and last.state.letter == "t":
             doing = WAITS_FOR_DEBUGGER
@@ -257,7 +259,7 @@ class Watched:
         doing = IN_WORDS.get(process.silence.kind, "")
         does = state.words if state is not None else "is gone"
         place = stack.words if stack is not None else "which Python line it is in cannot be told: it does not answer"
-        lines = [f"    {frame.words}" for frame in reversed(stack.frames[:LINES_SHOWN])] if stack is not None else []
+        lines = [f"    {frame.words}" for frame in stack.shown] if stack is not None else []
         children = children_of(looked_at.pid) if stack is None else []
         if children:
             lines.append(f"    its children: {', '.join(children[:8])}")
@@ -309,10 +311,12 @@ def _works_elsewhere(process: Process) -> bool:
     if len(looks) < 2:
         return False
     before, last = looks[-2], looks[-1]
-    assert before.state is not None
-    assert last.state is not None
-    used_s = (last.state.ticks - before.state.ticks) / os.sysconf("SC_CLK_TCK")
-    return used_s >= WORKS * (last.at - before.at) and _place(before) != _place(last)
+    return _used_s(before.state, last.state) >= WORKS * (last.at - before.at) and _place(before) != _place(last)
+
+
+def _used_s(before: State | None, now: State | None) -> float:
+    """Processor time between two looks."""
+    return (now.ticks - before.ticks) / os.sysconf("SC_CLK_TCK") if before is not None and now is not None else 0.0
 
 
 def _place(look: Look) -> tuple[tuple[str, str], ...]:
