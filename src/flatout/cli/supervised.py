@@ -21,12 +21,12 @@ from flatout.plan.legible import harmless
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """RESTARTS GRACE HANG_AFTER INCIDENTS COMMAND...; HANG_AFTER may be "-"."""
-    restarts, grace, hang_after, incidents, *command = sys.argv[1:] if words is None else words
+    """RESTARTS GRACE HANG_AFTER INCIDENTS TITLE COMMAND...; HANG_AFTER may be "-", TITLE is what a person has typed."""
+    restarts, grace, hang_after, incidents, title, *command = sys.argv[1:] if words is None else words
     terms = Terms(int(restarts), float(grace), None if hang_after == "-" else float(hang_after))
     job = own_job()
     try:
-        supervisor = Supervisor(command, os.environ, terms, Clocks(seconds, today), Book(Path(incidents), say), say)
+        supervisor = Supervisor(title, command, os.environ, terms, Clocks(seconds, today), Book(Path(incidents), say), say)
         code = supervisor.run()
     except FlatoutError as error:
         say(str(error))

@@ -52,7 +52,8 @@ class Supervision:
         # -I and -S: our own hook, and whatever else a site does, is for the program; a folder with a json.py in it is none of ours.
         begin = f"import sys; sys.path.insert(0, {str(HOME)!r}); from flatout.cli.supervised import main; sys.exit(main())"
         after = "-" if self.hang_after_s is None else str(self.hang_after_s)
-        words = (sys.executable, "-I", "-S", "-c", begin, str(self.restarts), str(self.grace_s), after, str(incidents.absolute()), *command.argv)
+        words = (sys.executable, "-I", "-S", "-c", begin, str(self.restarts), str(self.grace_s), after, str(incidents.absolute()), " ".join(command.typed),
+                 *command.argv)
         return Command(command.typed, words, command.script, command.module, command.closed)
 
     @property

@@ -31,6 +31,7 @@ from flatout.plan.errors import NotFinite, ProgramHung, StorageError, UsageError
 
 MEMORY = "/dev/shm"  # pages on a disk would have to be written, and a disk that is full or slow would hold the program
 MARKED = pulse.FOLDER
+MOST_TYPED = 80  # characters of a command, in a sentence
 STARTS_S = 0.1  # between two looks at a program that starts: what a restart costs is told in tenths of a second
 
 
@@ -118,11 +119,12 @@ class Guard(Watch):
 class Supervisor:
     """``argv`` with ``environment`` is the program. After ``run``, ``ended_by`` is the signal by which a person ended it, None where none did."""
 
-    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], terms: Terms, clocks: Clocks, book: Book, say: Callable[[str], None]) -> None:
+    def __init__(self, title: str, argv: Sequence[str], environment: Mapping[str, str], terms: Terms, clocks: Clocks, book: Book,
+                 say: Callable[[str], None]) -> None:
         if not hasattr(select, "epoll") or not hasattr(os, "posix_fallocate"):
             raise UsageError(f"programs are watched over on Linux alone so far, and this is {sys.platform}. Leave --supervise away.")
         self.argv, self.environment, self.terms, self.clocks, self.book, self.say = list(argv), dict(environment), terms, clocks, book, say
-        self.title = f"`{' '.join(self.argv)[:60]}`"
+        self.title = f"`{title if len(title) <= MOST_TYPED else title[:MOST_TYPED] + '...'}`"
         self.course = Course()
         self.ended_by: int | None = None
         self._open: Incident | None = None  # its restart has not come to a step yet

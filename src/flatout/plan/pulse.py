@@ -40,10 +40,13 @@ class Pulse:
     def _map(self) -> None:
         import mmap
 
-        handle = os.open(os.path.join(self.folder, f"pulse.{self.pid}"), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        # There may be one: of the same process before it has become (exec) what it is now.
+        handle = os.open(os.path.join(self.folder, f"pulse.{self.pid}"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(handle, 0, BYTES)  # a page that is missing later would end the program (SIGBUS)
-            self.words = memoryview(mmap.mmap(handle, BYTES)).cast("Q")
+            page = mmap.mmap(handle, BYTES)
+            page[:] = bytes(BYTES)
+            self.words = memoryview(page).cast("Q")
         finally:
             os.close(handle)
 
