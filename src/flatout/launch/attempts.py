@@ -99,6 +99,8 @@ class Course:
         trained = any(each.steps for each in self.attempts)
         if ending.kind == "exit" and not trained:
             return "it failed before its first step, and would again"
+        if ending.kind == "unheard":
+            return "nobody reads what it prints any more, and it would fail again as soon as it prints"
         if ending.kind == "memory" and not attempt.saves:
             return f"the next start would run out of memory at the same place. {ending.advice}"
         if made >= restarts:
@@ -119,7 +121,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a start ended. ``kind``: "well", "hung", "signal", "exit", "memory", "nan" or "asked"; ``code`` as a shell says it; ``what`` is a sentence without
+    """How a start ended. ``kind``: "well", "hung", "signal", "exit", "unheard", "memory", "nan" or "asked"; ``code`` as a shell says it; ``what`` is a sentence without
     its stop; ``place``: where in the program."""
 
     kind: str
@@ -150,6 +152,8 @@ def ending_of(code: int, title: str, failures: Sequence[Mapping[str, Any]], kill
         return Ending("exit", code, f"{title} failed {after}: {lost}", place)
     if kinds:
         first = said.splitlines()[0][:160] if said else ""
+        if kinds[0] == "BrokenPipeError":
+            return Ending("unheard", code, f"{title} failed {after}: its output was closed", place)
         return Ending("exit", code, f"{title} failed {after} with {kinds[0]}{f': {first}' if first else ''}", place)
     return Ending("exit", code, f"{title} ended with exit code {code} {after}", place)
 

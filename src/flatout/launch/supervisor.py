@@ -281,5 +281,5 @@ class Supervisor:
         restarts = len(attempts) - 1
         word = "no restart" if not restarts else "1 restart" if restarts == 1 else f"{restarts} restarts"
         where = f"; what happened is in {self.book.path}" if self.book.written else ""
-        self.say(f"{reached:,} steps in {now - attempts[0].began:.0f} s, {word}; {self.course.goodput(now, well):.0%} of the time brought steps that were "
+        self.say(f"{reached:,} step{'s' if reached > 1 else ''} in {now - attempts[0].began:.0f} s, {word}; {self.course.goodput(now, well):.0%} of the time brought steps that were "
                  f"kept{where}.")

@@ -23,6 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from flatout.plan import pulse
 from flatout.plan.errors import SaveError, StorageError
 from flatout.state.disk import PRIVATE_FOLDER, Stored, flush_folder, make_folder, move_folder, read_file, remove_folder, what_is_stored, write_file
 from flatout.state.lock import Lock
@@ -53,6 +54,7 @@ class Save:
         state, tensors = _files_of(name)
         if state not in self.manifest.files:
             raise SaveError(f"{self.path} has no {state}: it was made by another number of ranks, or for something else.")
+        pulse.went_on()
         try:
             tree = json.loads(read_file(self.path / state, MOST_STATE_BYTES).decode("utf-8"))
             return unpack(torch, tree, read_tensors(self.path / tensors) if tensors in self.manifest.files else {})
@@ -179,6 +181,8 @@ class Saves:
             raise _refused(self.folder, error) from error
         try:
             save = believed(path)
+            if manifest.kind != "rescue":  # a program does not go on from that by itself
+                pulse.saved(manifest.step)
         except SaveError as error:
             self.set_aside(Bad(path, str(error)))
             raise SaveError(f"{path} was not stored as it was written: {error}. It was put aside; older saves stay.") from None
