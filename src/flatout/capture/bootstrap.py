@@ -25,12 +25,17 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
     def __init__(self, callbacks: dict[str, Callable[[ModuleType], None]]) -> None:
         self._callbacks = callbacks
+        self._asks = False
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        if fullname not in self._callbacks:
+        if fullname not in self._callbacks or self._asks:  # another finder of this kind asks the others, too
             return None
         others = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path) if finder is not self and hasattr(finder, "find_spec"))
-        spec = next((found for found in others if found is not None), None)
+        self._asks = True
+        try:
+            spec = next((found for found in others if found is not None), None)
+        finally:
+            self._asks = False
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module

@@ -37,6 +37,10 @@ class LastWords:
 
     def hear(self, kind: Any, error: Any, trace: Any) -> None:
         self.heard = True
+        if "FLATOUT_PULSE" in os.environ:
+            from flatout.capture import pulse
+
+            pulse.failed(error)
         explains = self.launcher is None or self.launcher.hear(error)
         self.before(kind, error, trace)
         if explains and self.launcher is None:

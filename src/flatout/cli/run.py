@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
-from flatout.cli import places, ranks
+from flatout.cli import places, ranks, supervision
 from flatout.cli.arguments import PROGRAM, Duration, LeverByName, program, read_plan, words_or_usage, writable
 from flatout.launch.caches import private_caches
 from flatout.launch.command import Command, understand
@@ -39,6 +39,7 @@ RESCUE = "rescue"  # in the folder of a job
 @click.option("--budget", default=None, type=Duration(), help="Tune first for this long, where no plan fits.")
 @ranks.options
 @places.options
+@supervision.options(Duration())
 @click.option("--watch", is_flag=True, help="A live line on standard error: samples/s, waiting for data, cores, memory, MFU where FLOPs are known.")
 @click.option("--rescue", is_flag=True, help="Keep verified saves of what trains: at intervals, at signals, at the end. `flatout rescue` lists them.")
 @program
@@ -51,6 +52,7 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
     """
     cmd = understand(words_or_usage(words, "run"))
     asked = ranks.ranks_asked(elsewhere)
+    watched = supervision.supervision(elsewhere)
     place = places.place_of(elsewhere, asked)
     if place is not None and place.cluster in ("slurm", "k8s"):
         options = [*(["--plan", plan_path] if plan_path is not None else []), *(f"--with={in_words(choice)}" for choice in chosen)]
@@ -71,22 +73,24 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
         _say(remark)
     more = {"watch": known_ideal(cmd) if watch else None, "rescue": str(rescue_folder(cmd)) if rescue else None}
     if asked.several or place is not None:
-        return _run_as_ranks(cmd, facts, plan or Plan(), chosen, asked, place, more)
+        return _run_as_ranks(cmd, facts, plan or Plan(), chosen, asked, place, more, watched)
+    becomes = watched.over(cmd, job_folder(cmd).path / "incidents.jsonl")
     if not watch and not rescue and not (plan is not None and len(plan)):
-        _become(cmd, _listening())
+        _become(becomes, {**_listening(), **watched.environment})
     if cmd.closed:
         _say(f"nothing can be applied: `python {cmd.closed}` keeps flatout out; leave the option away")
-        _become(cmd, dict(os.environ))
-    return _become(cmd, _environment(plan or Plan(), facts, more))
+        _become(becomes, dict(os.environ))
+    return _become(becomes, {**_environment(plan or Plan(), facts, more), **watched.environment})
 
 
-def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, ...], asked: ranks.RanksAsked, place: Any,
-                  more: dict[str, Any]) -> int:
+def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, ...], asked: ranks.RanksAsked, place: Any, more: dict[str, Any],
+                  watched: supervision.Supervision) -> int:
     """On this machine, or with the nodes of ``place``."""
     import secrets
 
     from flatout.cli.dividing import plan_of_ranks, run_divided
     from flatout.launch.elastic import agent_command
+    from flatout.launch.gang import launcher_of
 
     if cmd.closed:
         raise UsageError(f"`python {cmd.closed}` keeps flatout out, and every rank would train the same. Leave the option away.")
@@ -97,6 +101,9 @@ def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, 
     if place is not None:
         agent = Command(cmd.typed, tuple(agent_command(place.nodes, cmd, divided=True)))
         return _become(agent, environment)
+    if watched.asked:
+        ranks_of_it = launcher_of(cmd, asked.procs, asked.gpus, facts.cores)
+        return _become(watched.over(ranks_of_it, job_folder(cmd).path / "incidents.jsonl"), {**environment, **watched.environment})
     return run_divided(cmd, facts, asked, Path(environment["FLATOUT_JOB"]), environment)
 
 

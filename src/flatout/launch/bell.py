@@ -37,8 +37,17 @@ class Bell:
         except OSError:
             pass  # it is over
 
-    def close(self) -> None:
+    def hush(self) -> None:
+        """No timer rings any more, and what has rung is forgotten."""
         for timer in self._timers:
             timer.cancel()
             timer.join()  # the number of a closed descriptor may be somebody else's soon
+        self._timers.clear()
+        try:
+            os.read(self.descriptor, MOST_BYTES)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        self.hush()
         os.close(self.descriptor)

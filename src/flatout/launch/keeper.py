@@ -12,13 +12,14 @@ import select
 import shutil
 import signal
 
+GANG = "FLATOUT_GANG"  # what supervision starts is known by another name: a launch may be inside
 ROUNDS, PAUSE_S = 60, 0.02
 QUIET_ROUNDS = 3  # a process may be forking as we look
 
 
-def members(gang: str) -> list[int]:
+def members(gang: str, name: str = GANG) -> list[int]:
     """Living processes of a launch, but this one. Other people's cannot be read, and are not ours."""
-    mark, found = f"FLATOUT_GANG={gang}".encode(), []
+    mark, found = f"{name}={gang}".encode(), []
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
             continue
@@ -31,9 +32,9 @@ def members(gang: str) -> list[int]:
     return found
 
 
-def end_members(gang: str) -> list[int]:
+def end_members(gang: str, name: str = GANG) -> list[int]:
     """End every process of a launch; answers those that do not go (a driver holds them in the kernel)."""
-    quiet, found = 0, members(gang)
+    quiet, found = 0, members(gang, name)
     for _ in range(ROUNDS):
         for number in found:
             try:
@@ -44,19 +45,19 @@ def end_members(gang: str) -> list[int]:
         if quiet == QUIET_ROUNDS:
             return []
         select.select([], [], [], PAUSE_S)
-        found = members(gang)
+        found = members(gang, name)
     return found
 
 
 class Keeper:
     """Waits in a session of its own for the launcher's end. Made before the first rank and before any thread."""
 
-    def __init__(self, gang: str) -> None:
+    def __init__(self, gang: str, name: str = GANG) -> None:
         ours, self._line = os.pipe()
         self._number = os.fork()
         if self._number == 0:
             try:
-                _keep(gang, ours)
+                _keep(gang, name, ours)
             finally:
                 os._exit(0)
         os.close(ours)
@@ -71,7 +72,7 @@ class Keeper:
             pass  # somebody has killed it
 
 
-def _keep(gang: str, line: int) -> None:
+def _keep(gang: str, name: str, line: int) -> None:
     os.setsid()  # a stop of the launcher's group must not hold it
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -82,5 +83,5 @@ def _keep(gang: str, line: int) -> None:
     os.closerange(line + 1, max(line + 2, os.sysconf("SC_OPEN_MAX")))  # its own copy of the other end among them
     if os.read(line, 1):
         return
-    end_members(gang)
+    end_members(gang, name)
     shutil.rmtree(gang, ignore_errors=True)

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-import psutil
-
 from flatout.plan.errors import ProgramNotFound
 
 HEAD_BYTES = 1 << 20  # of a log that is kept from the start
@@ -146,6 +144,8 @@ class Program:
 
     def _descendant_groups(self) -> set[int]:
         """Launchers (torchrun) give each rank a session of its own; looked up once, when the program is first held."""
+        import psutil  # here: who starts one program and watches over it needs none
+
         groups = {self.process.pid}
         try:
             for child in psutil.Process(self.process.pid).children(recursive=True):

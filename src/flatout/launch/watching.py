@@ -35,6 +35,7 @@ class Watch:
         self.asked: int | None = None
         self._passed: set[int] = set()
         self._may_insist = False
+        self.every_s: float | None = None  # how often `looked` is called though nothing has happened; None: never
         self._failing = self._ending = self._stuck = False  # a failure was seen; the others were told; the kernel does not let go of some
 
     def until_the_end(self) -> None:
@@ -43,7 +44,7 @@ class Watch:
             for descriptor in (self.signals.descriptor, self.bell.descriptor, *ends):
                 events.register(descriptor, select.EPOLLIN)
             while self._living() and not self._stuck:
-                for descriptor, _ in events.poll():
+                for descriptor, _ in events.poll(self.every_s):
                     if descriptor in ends:
                         events.unregister(descriptor)
                         self._ended(ends[descriptor])
@@ -53,6 +54,10 @@ class Watch:
                     else:
                         for line in self.bell.lines():
                             self._rung(*line)
+                self.looked()
+
+    def looked(self) -> None:
+        """For who has more to watch over than what is heard."""
 
     def _living(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.lives]

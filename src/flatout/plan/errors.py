@@ -11,6 +11,8 @@
     ├── LoopError             a Loop cannot train as it is asked to, or without a mistake exit 1
     ├── StorageError          a folder or a disk refuses to be written                   exit 4
     ├── SaveError             no save that can be believed, or one of something else     exit 7
+    ├── ProgramHung           a watched program stood still, and no restart is left      exit 8
+    ├── NotFinite             a loss was NaN or infinite, and that was to be the end     exit 9
     └── NodesApart            the machines of a job do not find or have lost each other  exit 5
 """
 
@@ -73,3 +75,11 @@ class SaveError(FlatoutError):
 
 class NodesApart(FlatoutError):
     exit_code = 5
+
+
+class ProgramHung(FlatoutError):
+    exit_code = 8
+
+
+class NotFinite(FlatoutError):
+    exit_code = 9

@@ -24,6 +24,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from flatout.plan import pulse
 from flatout.plan.errors import SaveError, StorageError
 from flatout.state.bounded import MOST_BYTES as MOST_STATE_BYTES
 from flatout.state.bounded import from_json, to_json
@@ -56,6 +57,7 @@ class Save:
         state, tensors = _files_of(name)
         if state not in self.manifest.files:
             raise SaveError(f"{self.path} has no {state}: it was made by another number of ranks, or for something else.")
+        pulse.went_on()
         try:
             data = read_file(self.path / state, MOST_STATE_BYTES)
             if Stored(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[state]:
@@ -201,6 +203,8 @@ class Saves:
             raise _refused(self.folder, error) from error
         try:
             save = believed(path)
+            if manifest.kind != "rescue":  # a program does not go on from that by itself
+                pulse.saved(manifest.step)
         except SaveError as error:
             self.set_aside(Bad(path, str(error)))
             raise SaveError(f"{path} was not stored as it was written: {error}. It was put aside; older saves stay.") from None

@@ -1,6 +1,6 @@
 """Python imports this file at start-up because its folder is first on PYTHONPATH. It must never harm a program.
 
-Without FLATOUT_JOB, FLATOUT_EXPLAIN and FLATOUT_DIVIDED it does nothing but hand over to the sitecustomize that it hides.
+Without FLATOUT_JOB, FLATOUT_EXPLAIN, FLATOUT_DIVIDED and FLATOUT_PULSE it does nothing but hand over to the sitecustomize that it hides.
 """
 
 import os
@@ -12,7 +12,10 @@ def _enter() -> None:
     if job and not os.path.exists(job):  # the run it belonged to is over
         job = None
     divided = "FLATOUT_DIVIDED" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
-    if not job and not entry and not divided:
+    watched = os.environ.get("FLATOUT_PULSE")
+    if watched and not os.path.isdir(watched):  # nobody watches any more
+        watched = None
+    if not job and not entry and not divided and not watched:
         return
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     added = home not in sys.path
@@ -21,6 +24,10 @@ def _enter() -> None:
     if divided:
         _become_rank()
     try:
+        if watched:
+            from flatout.capture import pulse
+
+            pulse.install(watched)
         if job:
             from flatout.capture import bootstrap
 
@@ -34,7 +41,7 @@ def _enter() -> None:
             lastwords.install(entry, home)
     except Exception:
         pass  # a program that runs through never needs it
-    if added and not job:  # what only waits for the end leaves the path as it found it
+    if added and not job and not watched:  # what only waits for the end leaves the path as it found it
         sys.path.remove(home)
 
 

@@ -1,0 +1,271 @@
+"""Gives a program a pulse (`plan.pulse`): hooks that write a few numbers a step, and a signal that makes it write down its Python stack.
+
+    Optimizer post step hook        a beat, and the count of steps
+    torch.autograd.backward         a beat; the only one where a script has no optimizer object
+    a batch of a DataLoader         two beats: waiting for data is known
+    DataLoader.__iter__             the numbers and processes of loader workers
+    Module.eval                     from here to the next backward pass the program evaluates
+    torch.save, torch.load          when there was a save, and whether the program has gone on from one
+
+No thread, no clock, and no Python code when the stack is asked for: faulthandler's own handler writes it, also while C code holds the interpreter.
+Forked children (loader workers) have a page and a stack of their own.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from flatout.capture.bootstrap import AfterImport
+from flatout.capture.ledger import Ledger
+from flatout.capture.steps import StepBoundaries
+from flatout.plan import pulse
+from flatout.plan.errors import NotFinite
+from flatout.plan.pulse import (
+    BACKWARDS,
+    BATCHES,
+    BEATS,
+    BETWEEN,
+    EVALUATING,
+    IMPORTED,
+    LOADING,
+    NOT_FINITE,
+    OPENING,
+    PHASE,
+    RANK,
+    SAVING,
+    SIGNAL,
+    STACK,
+    STEPS,
+    TRAINING,
+)
+
+ON_NAN = "FLATOUT_ON_NAN"
+ASKS_FOR_STACK = 45 if sys.platform == "linux" else 0  # a real-time signal: the first ones are taken by threads, debuggers and profilers
+FIRST_DESCRIPTOR = 300  # scripts that count on the next free number being small find it so
+LOOK_EVERY = 20  # steps, on a device: reading a number waits for it
+_installed: Heart | None = None
+
+
+class Heart:
+    """``page`` is this process's; a fork gives the child another."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.ledger = Ledger()
+        self.boundaries = StepBoundaries()
+        self.watches_losses = os.environ.get(ON_NAN) == "stop"
+        self._not_finite: Any = None
+        self._heard_losses = 0
+        self._begin()
+
+    def install(self) -> None:
+        os.register_at_fork(after_in_child=self._begin)
+        sys.meta_path.insert(0, AfterImport({"torch": self._torch_is_there}))
+
+    def _begin(self) -> None:
+        self.words = words = pulse.begin(self.folder).words
+        rank = os.environ.get("FLATOUT_RANK") or os.environ.get("RANK") or ""
+        words[RANK] = int(rank) + 1 if rank.isdigit() else 0
+        if "torch" in sys.modules:
+            words[PHASE] = IMPORTED
+        try:
+            self._can_be_asked()
+        except (OSError, ValueError, RuntimeError, AttributeError):
+            pass  # without descriptors left: then /proc has to say what it does
+
+    def _can_be_asked(self) -> None:
+        if not ASKS_FOR_STACK or signal.getsignal(ASKS_FOR_STACK) is not signal.SIG_DFL:
+            return  # the program's own business
+        path = os.path.join(self.folder, f"stack.{os.getpid()}")
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            kept = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR)
+        except OSError:  # the limit of descriptors is lower
+            kept = os.dup(handle)
+        os.close(handle)
+        faulthandler.register(ASKS_FOR_STACK, file=kept, all_threads=True, chain=False)
+        self.words[STACK], self.words[SIGNAL] = kept, ASKS_FOR_STACK
+
+    # -- hooks --------------------------------------------------------------------------------------------------------------
+
+    def _torch_is_there(self, torch: Any) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        ledger, data = self.ledger, torch.utils.data
+        self.torch = torch
+        ledger.call("optimizer step hook", register_optimizer_step_post_hook(self._stepped).remove)
+        ledger.set(torch.autograd, "backward", self._beat_before_backward(torch.autograd.backward))
+        iterator = data.dataloader._BaseDataLoaderIter
+        ledger.set(iterator, "__next__", self._beat_around_next(iterator.__next__))
+        ledger.set(data.DataLoader, "__iter__", self._note_workers(data.DataLoader.__iter__))
+        ledger.set(torch.nn.Module, "eval", self._beat_before_eval(torch.nn.Module.eval))
+        ledger.set(torch, "save", self._tell_of_save(torch.save))
+        ledger.set(torch, "load", self._tell_of_load(torch.load))
+        self._beat(IMPORTED)
+
+    def _beat(self, phase: int) -> None:
+        self.words[PHASE] = phase
+        self.words[BEATS] += 1
+
+    def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        words = self.words
+        if self.boundaries.optimizer_stepped(id(optimizer)):
+            words[STEPS] += 1
+        words[PHASE] = TRAINING
+        words[BEATS] += 1
+
+    def _beat_before_backward(self, backward: Callable) -> Callable:
+        boundaries = self.boundaries
+
+        @wraps(backward)
+        def backward_beats(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            words = self.words
+            if boundaries.forward_or_backward_begins():
+                words[STEPS] += 1
+            words[BACKWARDS] += 1
+            words[PHASE] = TRAINING
+            words[BEATS] += 1
+            if self.watches_losses:
+                self._look_at(tensors)
+            result = backward(tensors, *args, **kwargs)
+            boundaries.backward_ended()
+            return result
+
+        return backward_beats
+
+    def _beat_around_next(self, take: Callable) -> Callable:
+        @wraps(take)
+        def next_beats(iterator: Any) -> Any:
+            words = self.words
+            before = words[PHASE]
+            if before != OPENING:  # the first batch of an iterator has its workers to wait for
+                words[PHASE] = LOADING
+            words[BEATS] += 1
+            over = True
+            try:
+                batch = take(iterator)
+                over = False
+                return batch
+            finally:
+                words = self.words
+                words[PHASE] = BETWEEN if over else TRAINING if before in (OPENING, BETWEEN, IMPORTED) else before
+                words[BATCHES] += 1
+                words[BEATS] += 1
+
+        return next_beats
+
+    def _note_workers(self, begin: Callable) -> Callable:
+        @wraps(begin)
+        def iter_notes(loader: Any) -> Any:
+            before = self.words[PHASE]
+            self._beat(OPENING)
+            iterator = begin(loader)
+            workers = getattr(iterator, "_workers", None)
+            if workers:
+                self._write_workers(workers)
+            self._beat(EVALUATING if before == EVALUATING else OPENING)
+            return iterator
+
+        return iter_notes
+
+    def _write_workers(self, workers: Any) -> None:
+        try:
+            handle = os.open(os.path.join(self.folder, f"workers.{os.getpid()}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return
+        try:
+            os.write(handle, "".join(f"{number} {worker.pid}\n" for number, worker in enumerate(workers)).encode())
+        except OSError:
+            pass
+        finally:
+            os.close(handle)
+
+    def _beat_before_eval(self, switch: Callable) -> Callable:
+        @wraps(switch)
+        def eval_beats(module: Any) -> Any:
+            if self.words[STEPS]:
+                self._beat(EVALUATING)
+            return switch(module)
+
+        return eval_beats
+
+    def _tell_of_save(self, save: Callable) -> Callable:
+        @wraps(save)
+        def save_told(*args: Any, **kwargs: Any) -> Any:
+            before = self.words[PHASE]
+            if self.boundaries.forward_or_backward_begins():  # without an optimizer object a step ends where something else begins
+                self.words[STEPS] += 1
+            self._beat(SAVING)
+            try:
+                result = save(*args, **kwargs)
+            finally:
+                self._beat(before)
+            pulse.saved()
+            return result
+
+        return save_told
+
+    def _tell_of_load(self, load: Callable) -> Callable:
+        @wraps(load)
+        def load_told(f: Any, *args: Any, **kwargs: Any) -> Any:
+            result = load(f, *args, **kwargs)
+            try:  # data are older than the run; what was written since it began is a save
+                name = f if isinstance(f, (str, os.PathLike)) else f.name
+                if os.stat(name).st_mtime_ns >= os.stat(os.path.join(self.folder, "begun")).st_mtime_ns:
+                    pulse.went_on()
+            except (OSError, AttributeError, TypeError, ValueError):
+                pass
+            return result
+
+        return load_told
+
+    # -- losses -------------------------------------------------------------------------------------------------------------
+
+    def _look_at(self, losses: Any) -> None:
+        """Ends the program by SystemExit, which no ``except Exception`` keeps, where a loss is NaN or infinite; on a device, up to LOOK_EVERY steps later."""
+        loss = losses if isinstance(losses, self.torch.Tensor) else losses[0] if losses else None
+        if loss is None or loss.numel() != 1:
+            return
+        strange = ~self.torch.isfinite(loss.detach()).reshape(())
+        if loss.device.type != "cpu":
+            self._not_finite = strange if self._not_finite is None else self._not_finite | strange.to(self._not_finite.device)
+            self._heard_losses += 1
+            if self._heard_losses % LOOK_EVERY:
+                return
+            strange, self._not_finite = self._not_finite, None
+        if bool(strange):
+            self.words[NOT_FINITE] = self.words[STEPS] + 1
+            raise SystemExit(NotFinite.exit_code)
+
+
+def install(folder: str) -> None:
+    """Called at the start of a Python process of a run that is watched over."""
+    global _installed
+    if _installed is None:
+        _installed = Heart(folder)
+        _installed.install()
+
+
+def failed(error: BaseException) -> None:
+    """Tell of the exception that ends this process. Raises nothing."""
+    if _installed is None:
+        return
+    try:
+        import json
+        import traceback
+
+        places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        told = {"pid": os.getpid(), "kinds": [kind.__name__ for kind in type(error).__mro__], "said": str(error)[:2000], "places": places[-60:]}
+        path = os.path.join(_installed.folder, f"failed.{os.getpid()}")
+        with open(os.open(f"{path}.new", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "w", encoding="utf-8", errors="replace") as out:
+            json.dump(told, out)
+        os.replace(f"{path}.new", path)
+    except Exception:
+        return

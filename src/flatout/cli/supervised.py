@@ -1,0 +1,59 @@
+"""What `flatout run --supervise` becomes: the parent of the program. It imports next to nothing, because it stays for as long as the program runs.
+
+Not a command of its own: `flatout run` replaces itself with it, so that the job keeps its process number.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flatout.launch.hearing import end_like
+from flatout.launch.incidents import Book
+from flatout.launch.supervisor import Clocks, Supervisor, Terms
+from flatout.measure.clock import seconds, today
+from flatout.plan.errors import FlatoutError
+from flatout.plan.folder import read_json
+from flatout.plan.legible import harmless
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """RESTARTS GRACE HANG_AFTER INCIDENTS TITLE COMMAND...; HANG_AFTER may be "-", TITLE is what a person has typed."""
+    restarts, grace, hang_after, incidents, title, *command = sys.argv[1:] if words is None else words
+    terms = Terms(int(restarts), float(grace), None if hang_after == "-" else float(hang_after))
+    job = own_job()
+    try:
+        supervisor = Supervisor(title, command, os.environ, terms, Clocks(seconds, today), Book(Path(incidents), say), say)
+        code = supervisor.run()
+    except FlatoutError as error:
+        say(str(error))
+        return error.exit_code
+    finally:
+        if job is not None:
+            shutil.rmtree(job.parent, ignore_errors=True)
+    if supervisor.ended_by is not None:
+        end_like(supervisor.ended_by)
+    return code
+
+
+def own_job() -> Path | None:
+    """The job that was made for this very run, and ends with it; where `flatout run` was started inside another, that one's is not ours."""
+    path = os.environ.get("FLATOUT_JOB")
+    told = read_json(Path(path)) if path else None
+    return Path(path) if path and isinstance(told, dict) and told.get("pid") == os.getpid() else None
+
+
+def say(sentence: str) -> None:
+    """To the person in front of the program; nobody may be there any more."""
+    try:
+        sys.stderr.write(f"flatout: {harmless(sentence)}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

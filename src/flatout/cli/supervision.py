@@ -1,0 +1,80 @@
+"""The options of `flatout run` that have the program watched over, and what takes the program's place then."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flatout.launch.command import Command
+from flatout.plan.errors import UsageError
+
+RESTARTS, GRACE_S = 20, 10.0
+HOME = Path(__file__).resolve().parents[2]
+
+
+def options(duration: click.ParamType) -> Callable[[Callable], Callable]:
+    """``duration`` reads 90s, 5m, 1h."""
+    given = (
+        click.option("--supervise", is_flag=True, help="Watch over the program: end it where it hangs, start it again from its newest save (--restarts)."),
+        click.option("--grace", default=None, type=duration, help=f"With --supervise: time for a last save after SIGTERM.  [default: {GRACE_S:g}s]"),
+        click.option("--hang-after", default=None, type=duration, help="With --supervise: the least silence that is suspected.  [default: 10s]"),
+        click.option("--on-nan", default=None, type=click.Choice(["ignore", "stop"]), help="With --supervise: what a loss that is NaN or infinite does.  "
+                     "[default: ignore]"),
+    )
+
+    def add(command: Callable) -> Callable:
+        for option in reversed(given):
+            command = option(command)
+        return command
+
+    return add
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What a command line asks for; ``asked`` is whether it asks for any."""
+
+    asked: bool
+    restarts: int
+    grace_s: float
+    hang_after_s: float | None
+    on_nan: str
+
+    def over(self, command: Command, incidents: Path) -> Command:
+        """The command that watches over ``command``, or ``command`` itself."""
+        if not self.asked:
+            return command
+        # -I and -S: our own hook, and whatever else a site does, is for the program; a folder with a json.py in it is none of ours.
+        begin = f"import sys; sys.path.insert(0, {str(HOME)!r}); from flatout.cli.supervised import main; sys.exit(main())"
+        after = "-" if self.hang_after_s is None else str(self.hang_after_s)
+        words = (sys.executable, "-I", "-S", "-c", begin, str(self.restarts), str(self.grace_s), after, str(incidents.absolute()), " ".join(command.typed),
+                 *command.argv)
+        return Command(command.typed, words, command.script, command.module, command.closed)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"FLATOUT_ON_NAN": self.on_nan} if self.asked and self.on_nan != "ignore" else {}
+
+
+def supervision(given: dict[str, Any]) -> Supervision:
+    """Takes the values of the options out of ``given``; --restarts is its own only where it is asked for. Raises UsageError."""
+    asked, grace_s, hang_after_s, on_nan = (given.pop(name) for name in ("supervise", "grace", "hang_after", "on_nan"))
+    if not asked:
+        for option, value in (("--grace", grace_s), ("--hang-after", hang_after_s), ("--on-nan", on_nan)):
+            if value is not None:
+                raise UsageError(f"{option} is for a program that is watched over. Add --supervise.")
+        return Supervision(False, 0, GRACE_S, None, "ignore")
+    elsewhere = next((name for name in ("nodes", "slurm", "ray", "k8s", "rendezvous") if given.get(name)), None)
+    if elsewhere is not None:
+        raise UsageError(f"--supervise watches over processes of this machine, and --{elsewhere} starts them by an agent on each node, which restarts them "
+                         "itself: --restarts N without --supervise.")
+    restarts = given.get("restarts")
+    given["restarts"] = None
+    if restarts is not None and restarts < 0:
+        raise UsageError(f"--restarts {restarts}: a number from 0 on.")
+    return Supervision(True, RESTARTS if restarts is None else restarts, GRACE_S if grace_s is None else grace_s, hang_after_s, on_nan or "ignore")

@@ -1,0 +1,167 @@
+"""What can be seen of a process from outside: its state by /proc, and its Python stack where it has said how it can be asked."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout.plan.pulse import SIGNAL, STACK, Seen
+
+STOPPED = "T"
+INNERMOST, MOST_FRAMES = 4, 60  # of a stack, shown
+STATES = {"R": "runs", "S": "waits", "D": "waits in the kernel, where no signal reaches it", "T": "is stopped", "t": "is held by a debugger", "Z": "has ended"}
+FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
+LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen|/flatout/(?:capture|ranks|loop|cli)/")
+COMPILES = re.compile(r"/torch/(?:_dynamo|_inductor|_export|fx|_functorch)/|/triton/|/torch/utils/cpp_extension\.py")
+IMPORTS = re.compile(r"^<frozen importlib")
+MEETS_RANKS = re.compile(r"/torch/distributed/|/ranks/(?:exchange|convoy|wire|sharding)\.py|/autograd/graph\.py|/torch/cuda/")
+IDLE_WORKER = re.compile(r"/torch/utils/data/_utils/worker\.py")
+FETCHES = re.compile(r"/torch/utils/data/_utils/fetch\.py|/flatout/pipeline/")
+
+
+@dataclass(frozen=True)
+class State:
+    """``letter`` as ps shows it; ``ticks``: processor time used, SC_CLK_TCK to a second; ``wchan``: where in the kernel it waits, "" where that is hidden."""
+
+    letter: str
+    parent: int
+    ticks: int
+    wchan: str
+
+    @property
+    def words(self) -> str:
+        return STATES.get(self.letter, f"is in state {self.letter}") + (f" (in the kernel: {self.wchan})" if self.wchan and self.letter in "SD" else "")
+
+
+def state_of(pid: int) -> State | None:
+    """None for a process that is gone."""
+    try:
+        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    try:
+        wchan = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii").strip("0\n ")
+    except (OSError, ValueError):
+        wchan = ""
+    return State(told[0], int(told[1]), int(told[11]) + int(told[12]), wchan)
+
+
+def children_of(pid: int) -> list[str]:
+    """Its living children, ``name (number)``."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                told = Path(f"/proc/{name}/stat").read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                continue
+            title, _, rest = told.partition("(")[2].rpartition(")")
+            if rest.split()[1] == str(pid) and rest.split()[0] not in "ZX":
+                found.append(f"{title} ({name})")
+    return found
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+
+    @property
+    def of_a_library(self) -> bool:
+        return LIBRARY.search(self.file) is not None
+
+    @property
+    def words(self) -> str:
+        return f"{_short(self.file)}, line {self.line}, in {self.function}"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Of one thread, the innermost frame first."""
+
+    frames: tuple[Frame, ...]
+
+    @property
+    def own_line(self) -> Frame | None:
+        """The innermost line that is the program's own."""
+        return next((frame for frame in self.frames if not frame.of_a_library), None)
+
+    @property
+    def place(self) -> tuple[tuple[str, str], ...]:
+        """Where it is, but for the lines: a loop moves between its lines and stays where it is."""
+        return tuple((frame.file, frame.function) for frame in self.frames)
+
+    def passes(self, pattern: re.Pattern[str]) -> bool:
+        return any(pattern.search(frame.file) for frame in self.frames)
+
+    @property
+    def shown(self) -> list[Frame]:
+        """The program's own lines and the innermost of libraries, as a traceback has them: the innermost last."""
+        return [frame for at, frame in enumerate(self.frames[:MOST_FRAMES]) if at < INNERMOST or not frame.of_a_library][::-1]
+
+    @property
+    def words(self) -> str:
+        own = self.own_line
+        if own is None:
+            return self.frames[0].words if self.frames else "no Python code"
+        inner = self.frames[0]
+        return own.words + ("" if inner is own else f" (from there in {inner.function} of {_short(inner.file)})")
+
+
+def _short(path: str) -> str:
+    here = os.getcwd() + os.sep
+    for cut in ("/site-packages/", "/dist-packages/"):
+        if cut in path:
+            return path.rpartition(cut)[2]
+    return path.removeprefix(here)
+
+
+def stacks_in(text: str) -> list[Stack]:
+    """What faulthandler wrote the last time, thread by thread. The main thread is the one that begins a module, else the last one."""
+    threads: list[list[Frame]] = []
+    for line in text.splitlines():
+        if THREAD.match(line):
+            threads.append([])
+        elif threads and (found := FRAME.match(line)):
+            threads[-1].append(Frame(found["file"], int(found["line"]), found["function"]))
+    stacks = [Stack(tuple(frames)) for frames in threads if frames]
+    begins = [stack for stack in stacks if stack.frames[-1].function == "<module>"]
+    return [*begins[-1:], *(stack for stack in stacks if stack not in begins[-1:])]
+
+
+class Asked:
+    """The stack of a process, asked for; ``answer`` has it as soon as it is there. Nothing is sent to one that does not expect it: that would end it."""
+
+    def __init__(self, folder: str, pid: int, page: Seen | None) -> None:
+        self.path = Path(folder, f"stack.{pid}")
+        self.sent = False
+        try:
+            self._before = self.path.stat().st_size
+            if page is not None and page[SIGNAL] and _expects(pid, page[SIGNAL], page[STACK], self.path):
+                os.kill(pid, page[SIGNAL])
+                self.sent = True
+        except OSError:
+            pass
+
+    def answer(self) -> Stack | None:
+        """The main thread's, None where there is none (yet)."""
+        if not self.sent:
+            return None
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._before)
+                found = stacks_in(file.read(1 << 18).decode(errors="replace"))
+        except OSError:
+            return None
+        return found[0] if found else None
+
+
+def _expects(pid: int, number: int, descriptor: int, path: Path) -> bool:
+    """Whether it has a handler for this signal, and its descriptor is still the file that the stack belongs into: scripts close what they do not know."""
+    caught = next((line for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith("SigCgt:")), "")
+    handles = bool(int(caught.split()[1], 16) >> (number - 1) & 1) if caught else False
+    return handles and os.path.realpath(f"/proc/{pid}/fd/{descriptor}") == os.path.realpath(path)

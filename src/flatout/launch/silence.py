@@ -1,0 +1,84 @@
+"""How long a process has been silent, and how long it may be: learned from its own steps. Pure: moments come from whoever looks.
+
+Looking is done every half second, so silences are known to half a second and short ones are only counted. That is enough: the limit is
+
+    max(floor, 5 x the 99th percentile of the silences between its steps)
+
+and the floor is ten seconds. What a process is known to do besides training has a floor of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flatout.plan import pulse
+
+LOOK_S = 0.5
+TIMES, SHARE = 5.0, 0.01
+LONGEST_KEPT = 2000
+# What it does: how it is known stands in docs/supervision.md.
+COMPILING, READING_CODE, AT_WORK, WAITS_FOR_DEBUGGER = "compiles", "imports", "works elsewhere", "is held by a debugger"
+FLOORS_S: dict[int | str, float] = {
+    pulse.TRAINING: 10.0, pulse.LOADING: 10.0, pulse.OPENING: 60.0, pulse.EVALUATING: 300.0, pulse.BETWEEN: 300.0, pulse.SAVING: 600.0,
+    pulse.STARTING: 1800.0, pulse.IMPORTED: 1800.0, COMPILING: 1800.0, READING_CODE: 1800.0, AT_WORK: 600.0, WAITS_FOR_DEBUGGER: float("inf")}
+IN_WORDS: dict[int | str, str] = {
+    pulse.TRAINING: "in a step", pulse.LOADING: "waiting for data", pulse.OPENING: "waiting for the first batch of a loader", pulse.EVALUATING: "evaluating",
+    pulse.BETWEEN: "between two epochs", pulse.SAVING: "in torch.save", pulse.STARTING: "before torch was imported",
+    pulse.IMPORTED: "before the first step", COMPILING: "compiling", READING_CODE: "importing", AT_WORK: "working without steps"}
+
+
+@dataclass
+class Silences:
+    """Of one kind of doing: how many there were, and the longest."""
+
+    count: int = 0
+    long: list[float] = field(default_factory=list)  # beyond LOOK_S, the longest first
+
+    def add(self, silence_s: float, steps: int) -> None:
+        self.count += max(steps, 1)
+        if silence_s > LOOK_S:
+            self.long = sorted([*self.long, silence_s], reverse=True)[:LONGEST_KEPT]
+
+    @property
+    def percentile_s(self) -> float:
+        """The 99th; of fewer than a hundred, the longest."""
+        beyond = int(self.count * SHARE)
+        return self.long[beyond] if beyond < len(self.long) else LOOK_S
+
+
+class Silence:
+    """Of one process. ``hear`` is called at each look; ``doing`` may be set to what was seen of it beside its own word, until it is heard again."""
+
+    def __init__(self, now: float, floor_s: float | None = None) -> None:
+        self.floor_s, self.since = floor_s, now
+        self.doing: str | None = None
+        self._beats = self._steps = 0
+        self._phase: int = pulse.STARTING
+        self.kinds: dict[int | str, Silences] = {}
+
+    def hear(self, now: float, beats: int, steps: int, phase: int) -> bool:
+        """Whether it was heard since the last look."""
+        if beats == self._beats:
+            return False
+        self.kinds.setdefault(self.kind, Silences()).add(now - self.since, steps - self._steps)
+        self._beats, self._steps, self._phase, self.since, self.doing = beats, steps, phase, now, None
+        return True
+
+    @property
+    def kind(self) -> int | str:
+        return self._phase if self.doing is None else self.doing
+
+    def lasts_s(self, now: float) -> float:
+        return now - self.since
+
+    @property
+    def limit_s(self) -> float:
+        floor_s = FLOORS_S[self.kind]
+        if self.floor_s is not None and floor_s <= FLOORS_S[pulse.OPENING]:
+            floor_s = self.floor_s
+        known = self.kinds.get(self.kind)
+        return max(floor_s, TIMES * known.percentile_s) if known is not None else floor_s
+
+    def pass_over(self, seconds: float) -> None:
+        """Time in which nobody could have been heard: the machine slept, or all was held."""
+        self.since += seconds

@@ -1,0 +1,339 @@
+"""The processes of a program that is watched over: which of them are heard, which have fallen silent, and what such a one does.
+
+A program hangs when all of its processes that train are silent for longer than they may be (`launch.silence`): ranks wait for each other, and one that works
+keeps the others from being suspected. On the way there each is asked three times for its stack; what compiles, imports or works elsewhere is given its time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flatout.launch.looking import COMPILES, FETCHES, IMPORTS, MEETS_RANKS, STOPPED, Asked, Stack, State, children_of, state_of
+from flatout.launch.silence import AT_WORK, COMPILING, FLOORS_S, IN_WORDS, LOOK_S, READING_CODE, WAITS_FOR_DEBUGGER, Silence
+from flatout.plan.pulse import BACKWARDS, BATCHES, BEATS, IMPORTED, LOADING, OPENING, PHASE, SAVED, SAVED_AT, SAVES, STEPS, WENT_ON, Seen
+
+ASK_AT = (0.5, 0.7, 0.85)  # of the limit
+EARLY_S = 2 * LOOK_S  # a silence has begun up to a look before it was seen, and is judged at a look
+STOPPED_S = 8.0  # a process that is stopped, until it is continued
+AGAIN_S = 10.0  # one that compiles or works elsewhere is looked at again
+WORKS = 0.5  # of a core
+
+
+@dataclass
+class Look:
+    """At one process, at one moment."""
+
+    at: float
+    asked: Asked | None
+    state: State | None
+    stack: Stack | None = None
+
+
+@dataclass
+class Process:
+    page: Seen
+    silence: Silence
+    looks: list[Look] = field(default_factory=list)
+    stopped_at: float | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.page.pid
+
+    @property
+    def title(self) -> str:
+        return f"process {self.pid}" + (f" (rank {self.page.rank})" if self.page.rank is not None else "")
+
+    @property
+    def stack(self) -> Stack | None:
+        return next((look.stack for look in reversed(self.looks) if look.stack is not None), None)
+
+    @property
+    def done(self) -> tuple[int, int, int]:
+        """How far it is: of ranks that wait for each other, the last one is waited for."""
+        return self.page[STEPS], self.page[BACKWARDS], self.page[BATCHES]
+
+
+@dataclass(frozen=True)
+class Event:
+    """``kind``: "stopped" (it was continued) or "hung". ``said`` is one sentence, ``lines`` what stands below it."""
+
+    kind: str
+    said: str
+    pid: int
+    rank: int | None
+    step: int
+    silent_s: float
+    place: str = ""
+    lines: tuple[str, ...] = ()
+
+
+class Watched:
+    """One start of the program, whose pulses are in ``folder``."""
+
+    def __init__(self, folder: str, now: float, floor_s: float | None = None) -> None:
+        self.folder, self.floor_s = folder, floor_s
+        self.all: dict[int, Process] = {}
+        self._rounds = 0
+        self._looked = now
+        self._gone: set[int] = set()
+
+    # -- what is known ------------------------------------------------------------------------------------------------------
+
+    @property
+    def living(self) -> list[Process]:
+        return [process for pid, process in self.all.items() if pid not in self._gone]
+
+    @property
+    def steps(self) -> int:
+        return max((process.page[STEPS] for process in self.all.values()), default=0)
+
+    @property
+    def imported(self) -> bool:
+        return any(process.page[PHASE] >= IMPORTED for process in self.all.values())
+
+    @property
+    def went_on(self) -> bool:
+        return any(process.page[WENT_ON] for process in self.all.values())
+
+    @property
+    def saves(self) -> int:
+        """Those that were written after a step: some scripts save as they begin."""
+        return sum(process.page[SAVES] for process in self.all.values() if process.page[SAVED_AT] or process.page[SAVED])
+
+    def kept(self, base: int) -> int:
+        """Steps that are in the newest save, where the program went on from ``base``; 0 where there is none."""
+        found = [process.page for process in self.all.values() if process.page[SAVES]]
+        return max((page[SAVED] - 1 if page[SAVED] else base + page[SAVED_AT] for page in found if page[SAVED] or page[SAVED_AT]), default=0)
+
+    def word(self, place: int) -> int:
+        return max((process.page[place] for process in self.all.values()), default=0)
+
+    # -- looking ------------------------------------------------------------------------------------------------------------
+
+    def look(self, now: float) -> list[Event]:
+        """What is to be said and done now. Called every LOOK_S."""
+        if now - self._looked > 8 * LOOK_S:  # we were held ourselves, or the machine slept
+            self._pass_over(now, now - self._looked)
+        self._looked = now
+        self._find(now)
+        heard = False
+        for process in self.living:
+            page = process.page
+            if process.silence.hear(now, page[BEATS], page[STEPS], page[PHASE]):
+                process.looks.clear()
+                heard |= bool(page[STEPS])
+        if heard:
+            self._rounds = 0
+        return [*self._stopped(now), *self._hung(now)]
+
+    def held(self, now: float) -> None:
+        """Everything was stopped for a while, on purpose."""
+        self._pass_over(now, now - self._looked)
+        self._looked = now
+
+    def _pass_over(self, now: float, seconds: float) -> None:
+        for process in self.all.values():
+            process.silence.pass_over(seconds)
+            process.stopped_at = None
+
+    def _find(self, now: float) -> None:
+        for name in os.listdir(self.folder):
+            kind, _, number = name.partition(".")
+            if kind == "pulse" and number.isdigit() and int(number) not in self.all:
+                try:
+                    self.all[int(number)] = Process(Seen(os.path.join(self.folder, name)), Silence(now, self.floor_s))
+                except (OSError, ValueError):
+                    continue  # it is being made
+
+    def _stopped(self, now: float) -> list[Event]:
+        found = []
+        for process in self.living:
+            state = state_of(process.pid)
+            if state is None or state.letter in "ZX":
+                self._gone.add(process.pid)
+            elif state.letter != STOPPED:
+                process.stopped_at = None
+            elif process.stopped_at is None:
+                process.stopped_at = now
+            elif now - process.stopped_at >= STOPPED_S:
+                silent_s, process.stopped_at = now - process.stopped_at, None
+                os.kill(process.pid, signal.SIGCONT)
+                for other in self.all.values():
+                    other.silence.pass_over(max(0.0, now - other.silence.since))
+                owner, number = self._owner_of(process.pid)
+                title = f"loader worker {number} (process {process.pid}) of {owner.title}" if owner is not None else process.title
+                step = owner.page[STEPS] if owner is not None else process.page[STEPS]
+                found.append(Event("stopped", f"{title} was stopped (SIGSTOP) for {silent_s:.0f} s; it was continued", process.pid, process.page.rank, step,
+                                   silent_s))
+        return found
+
+    def _hung(self, now: float) -> list[Event]:
+        train = [process for process in self.living if process.page[STEPS]]
+        group = train or [process for process in self.living if process.page[PHASE] >= IMPORTED]
+        if not group:
+            return []
+        self._answers(now)
+        for process in group:
+            self._label(process, now)
+        left_s = max(self._limit_s(process) - process.silence.lasts_s(now) for process in group)
+        share = min(process.silence.lasts_s(now) / self._limit_s(process) for process in group)
+        again = [process for process in group if process.silence.doing is not None and now - process.looks[-1].at >= AGAIN_S]
+        if self._rounds < len(ASK_AT) and share >= ASK_AT[self._rounds]:
+            self._rounds += 1
+            self._ask([*group, *(each for process in group for each in self._workers_of(process).values())], now)
+            return []
+        if again:
+            self._ask(again, now)
+            return []
+        if left_s > EARLY_S or self._rounds < len(ASK_AT):
+            return []
+        for process in group:
+            if _works_elsewhere(process):
+                process.silence.doing = AT_WORK
+                return []
+        return [self._named(group, now)]
+
+    def _limit_s(self, process: Process) -> float:
+        return process.silence.limit_s if process.page[STEPS] else max(process.silence.limit_s, FLOORS_S[IMPORTED])
+
+    def _ask(self, processes: Sequence[Process], now: float) -> None:
+        """For its stack only before it is judged, or where it computes: a call that waits in C may end early by a signal (sleep(3))."""
+        for process in processes:
+            state = state_of(process.pid)
+            wants = self._rounds == len(ASK_AT) or (bool(process.looks) and _used_s(process.looks[-1].state, state) > 0)
+            process.looks.append(Look(now, Asked(self.folder, process.pid, process.page) if wants else None, state))
+            del process.looks[:-len(ASK_AT)]
+
+    def _answers(self, now: float) -> None:
+        for process in self.living:
+            for look in process.looks:
+                if look.stack is None and look.asked is not None and now > look.at:
+                    look.stack = look.asked.answer()
+
+    def _label(self, process: Process, now: float) -> None:
+        """What it does beside its own word for it, by its newest look."""
+        if not process.looks:
+            return
+        last, silence = process.looks[-1], process.silence
+        if last.asked is None or (last.stack is None and now - last.at < 2 * LOOK_S):
+            return  # it was not asked, or has not answered yet
+        doing: str | None
+        if last.state is not None and last.state.letter == "t":
+            doing = WAITS_FOR_DEBUGGER
+        elif last.stack is not None and last.stack.passes(COMPILES):
+            doing = COMPILING
+        elif last.stack is not None and last.stack.passes(IMPORTS):
+            doing = READING_CODE
+        else:
+            doing = AT_WORK if silence.doing == AT_WORK and _works_elsewhere(process) else None
+        if doing is None and silence.doing is not None:  # its limit counts from when it was last seen at it
+            silence.since, self._rounds = last.at, 0
+        silence.doing = doing
+
+    # -- naming -------------------------------------------------------------------------------------------------------------
+
+    def _named(self, group: Sequence[Process], now: float) -> Event:
+        guilty = _waited_for(group)
+        for process in guilty:
+            if process.page[PHASE] in (LOADING, OPENING) and (found := self._guilty_workers(process)):
+                number, worker = found[0]
+                more = f" (and {len(found) - 1} more workers)" if len(found) > 1 else ""
+                return self._event(process, worker, f"loader worker {number} (process {worker.pid}) of {process.title}{more} has given no batch", now)
+        first = guilty[0]
+        others = len(group) - len(guilty)
+        title = " and ".join(process.title for process in guilty) if len(guilty) <= 4 else f"{len(guilty)} processes, {first.title} among them,"
+        verb = "have" if len(guilty) > 1 else "has"
+        waiting = f"; {others} other{'s wait' if others > 1 else ' waits'} for it" if others else ""
+        what = f"{title} {verb} ended no step" if first.page[STEPS] else f"{title} {verb} not come to a first step"
+        return self._event(first, first, what, now, waiting)
+
+    def _event(self, process: Process, looked_at: Process, what: str, now: float, waiting: str = "") -> Event:
+        state = looked_at.looks[-1].state if looked_at.looks else state_of(looked_at.pid)
+        stack = looked_at.stack
+        silent_s, step = process.silence.lasts_s(now), process.page[STEPS]
+        doing = IN_WORDS.get(process.silence.kind, "")
+        does = state.words if state is not None else "is gone"
+        place = stack.words if stack is not None else "which Python line it is in cannot be told: it does not answer"
+        lines = [f"    {frame.words}" for frame in stack.shown] if stack is not None else []
+        children = children_of(looked_at.pid) if stack is None else []
+        if children:
+            lines.append(f"    its children: {', '.join(children[:8])}")
+        said = (f"{what} for {silent_s:.0f} s (after step {step}, {doing}; its limit is {process.silence.limit_s:.0f} s){waiting}. "
+                f"{'The worker' if looked_at is not process else 'It'} {does}: {place}")
+        own = stack.own_line if stack is not None else None
+        return Event("hung", said, looked_at.pid, process.page.rank, step, silent_s, own.words if own is not None else place, tuple(lines))
+
+    def _workers_of(self, process: Process) -> dict[int, Process]:
+        """Its loader workers that live and can be asked, by number. Of several loaders the one that was begun last counts."""
+        try:
+            lines = Path(self.folder, f"workers.{process.pid}").read_text(encoding="ascii").splitlines()
+        except OSError:
+            return {}
+        living = {each.pid: each for each in self.living}
+        found = {}
+        for number, pid in (map(int, line.split()) for line in lines if line.count(" ") == 1):
+            if pid in living:
+                found[pid] = number
+        return {pid: living[pid] for pid in found}
+
+    def _owner_of(self, pid: int) -> tuple[Process | None, int]:
+        for process in self.living:
+            number = self._number_of(process, pid)
+            if number is not None:
+                return process, number
+        return None, 0
+
+    def _number_of(self, process: Process, pid: int) -> int | None:
+        try:
+            lines = Path(self.folder, f"workers.{process.pid}").read_text(encoding="ascii").splitlines()
+        except OSError:
+            return None
+        return next((int(line.split()[0]) for line in reversed(lines) if line.endswith(f" {pid}")), None)
+
+    def _guilty_workers(self, process: Process) -> list[tuple[int, Process]]:
+        """Those that have work, or do not say what they do."""
+        found = []
+        for pid, worker in self._workers_of(process).items():
+            state = state_of(pid)
+            if state is not None and (worker.stack is None or worker.stack.passes(FETCHES) or state.letter in "TD"):
+                found.append((self._number_of(process, pid) or 0, worker))
+        return sorted(found, key=lambda each: each[0])
+
+
+def _works_elsewhere(process: Process) -> bool:
+    """It computes, and what it is in changes from look to look; a loop that never ends stays in its function."""
+    looks = [look for look in process.looks if look.stack is not None and look.state is not None]
+    if len(looks) < 2:
+        return False
+    before, last = looks[-2], looks[-1]
+    return _used_s(before.state, last.state) >= WORKS * (last.at - before.at) and _place(before) != _place(last)
+
+
+def _used_s(before: State | None, now: State | None) -> float:
+    """Processor time between two looks."""
+    return (now.ticks - before.ticks) / os.sysconf("SC_CLK_TCK") if before is not None and now is not None else 0.0
+
+
+def _place(look: Look) -> tuple[tuple[str, str], ...]:
+    return look.stack.place if look.stack is not None else ()
+
+
+def _waited_for(group: Sequence[Process]) -> list[Process]:
+    """Of processes that wait for each other, those that do not wait: the stopped, else the furthest behind, else what is not in an exchange."""
+    if len(group) == 1:
+        return list(group)
+    states = {process.pid: state_of(process.pid) for process in group}
+    stopped = [process for process in group if (state := states[process.pid]) is not None and state.letter == STOPPED]
+    if stopped:
+        return stopped
+    least = min(process.done for process in group)
+    behind = [process for process in group if process.done == least]
+    if len(behind) < len(group):
+        return behind
+    apart = [process for process in group if process.stack is None or not process.stack.passes(MEETS_RANKS)]
+    return apart if 0 < len(apart) < len(group) else list(group)
