@@ -39,9 +39,9 @@ def rehearsed(command: Command, facts: Facts, asked: RanksAsked) -> tuple[dict[s
     """
     folder = writable(job_folder(command), asked=False)
     key = {**key_of(command, facts), "procs": str(asked.procs), "gpus": str(asked.gpus), "whole": str(asked.whole), "shard": asked.shard}
-    known = read_json(folder.ranks)
-    if isinstance(known, dict) and known.get("key") == key and not asked.again:
-        found = Rehearsed.from_json(known["rehearsed"])
+    known = remembered(folder.ranks, key)
+    if known is not None and not asked.again:
+        found = known
     else:
         found = _rehearse(command, facts, asked, folder)
         write_json(folder.ranks, {"key": key, "rehearsed": found.to_json()})
@@ -49,6 +49,16 @@ def rehearsed(command: Command, facts: Facts, asked: RanksAsked) -> tuple[dict[s
         raise CannotDivide(f"this program is not run as {asked.procs} ranks: {found.why_not}. {found.instead}\n"
                            f"What was seen of it is in {folder.ranks}.")
     return {**found.division, **asked.words}, found
+
+
+def remembered(path: Path, key: object) -> Rehearsed | None:
+    """What an earlier rehearsal has left; None where there was none of this key, or it cannot be read."""
+    known = read_json(path)
+    try:
+        found = Rehearsed.from_json(known["rehearsed"]) if isinstance(known, dict) and known.get("key") == key else None
+    except (TypeError, AttributeError, KeyError, ValueError):
+        return None
+    return found if found is None or found.division is None or isinstance(found.division, dict) else None
 
 
 def _rehearse(command: Command, facts: Facts, asked: RanksAsked, folder: JobFolder) -> Rehearsed:

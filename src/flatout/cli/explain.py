@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import stat
 import sys
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from flatout.plan.errors import UsageError
 
 CODE = re.compile(r"FE\d{3}")
 UNKNOWN = 1
+MOST_BYTES = 1 << 27  # of a log: of a longer one, its end
 USAGE = """give the error's text, a file, or - for standard input:
   flatout explain train.log
   flatout explain "RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10)"
@@ -54,6 +57,13 @@ def _text(words: tuple[str, ...]) -> str:
     if len(words) == 1 and _is_path(words[0]):
         try:
             with open(words[0], encoding="utf-8", errors="replace") as file:
+                about = os.fstat(file.fileno())
+                if stat.S_ISCHR(about.st_mode) or stat.S_ISBLK(about.st_mode):
+                    raise UsageError(f"{words[0]} is a device, and may have no end. Give a log, an error's text, or - for standard input.")
+                if about.st_size > MOST_BYTES:
+                    with open(words[0], "rb") as whole:
+                        whole.seek(-MOST_BYTES, os.SEEK_END)
+                        return gather(io.TextIOWrapper(whole, encoding="utf-8", errors="replace"))
                 return gather(file)
         except OSError as error:
             raise UsageError(f"{words[0]} cannot be read: {error.strerror}. Give a log, an error's text, or - for standard input.") from None

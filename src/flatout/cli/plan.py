@@ -11,6 +11,7 @@ from flatout.cli.arguments import PROGRAM, program, read_plan
 from flatout.launch.command import understand
 from flatout.levers import TABLE
 from flatout.plan.errors import PlanError
+from flatout.plan.lever import Lever, Value
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.words import Origin
 from flatout.render.terminal import plan_table
@@ -39,5 +40,14 @@ def command(plan_path: str | None, template: bool, words: tuple[str, ...]) -> No
         raise PlanError(f"there is no plan in {path}. `flatout tune COMMAND...` makes one.")
     plan = read_plan(str(path))
     table = {lever.name: lever for lever in TABLE}
-    code = {c.name: table[c.name].code(c.value) for c in plan if c.name in table}
+    code = {c.name: _code(table[c.name], c.value, path) for c in plan if c.name in table}
     Console().print(plan_table(plan, code, reasons))
+
+
+def _code(lever: Lever, value: Value, path: Path) -> str:
+    """The lines that do the same by hand. Raises PlanError for a value that the lever does not know."""
+    try:
+        lever.check(value)
+        return lever.code(value)
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError):
+        raise PlanError(f"{path}: {lever.name} does not know the value {str(value)[:80]!r}. `flatout levers {lever.name}` shows its page.") from None

@@ -66,6 +66,9 @@ def kind(code: str, name: str, reports: bool = False) -> Callable[[Callable[[Fai
     return lambda match: Kind(code, name, match, reports)
 
 
+LONGEST_LINE = 1000  # of those that are searched: an expression may need the square of it
+
+
 @dataclass
 class Hit:
     """An exception that belongs to a family, with the parts of its message. A part that is not there is empty."""
@@ -102,7 +105,7 @@ def near(failure: FailureRecord, *families: str) -> re.Match[str] | None:
     """A line of the log near the failure, or of its messages."""
     for line in _all_lines(failure):
         for family in families:
-            found = re.search(family, line)
+            found = re.search(family, line[:LONGEST_LINE])
             if found is not None:
                 return found
     return None

@@ -11,17 +11,22 @@ STRETCH_LINES = 250  # from a line that begins a failure
 BEFORE_LINES = 40
 MOST_STRETCHES = 24  # the first ones: what began it
 LONGEST_LINE = 1 << 14
+MOST_CHARACTERS = 1 << 20  # of the end
 
 BEGINS = re.compile(r"Traceback \(most recent call last\)|Watchdog caught collective|Assertion `|Killed process \d+|Bus error|Segmentation fault|Root Cause")
 
 
 def gather(stream: IO[str]) -> str:
     """Lines of a stream, in order, in bounded memory. A stretch that is left out leaves an empty line behind."""
-    tail: deque[tuple[int, str]] = deque(maxlen=TAIL_LINES)
+    tail: deque[tuple[int, str]] = deque()
     before: deque[tuple[int, str]] = deque(maxlen=BEFORE_LINES)
     kept: dict[int, str] = {}
     left, stretches, number = 0, 0, 0
+    size = 0
     while line := stream.readline(LONGEST_LINE):
+        rest = line
+        while rest and not rest.endswith("\n"):  # the rest of a line without end says nothing
+            rest = stream.readline(LONGEST_LINE)
         number += 1
         line = line.rstrip("\n")
         if not left and stretches < MOST_STRETCHES and BEGINS.search(line):
@@ -32,6 +37,9 @@ def gather(stream: IO[str]) -> str:
             left -= 1
         before.append((number, line))
         tail.append((number, line))
+        size += len(line)
+        while size > MOST_CHARACTERS or len(tail) == TAIL_LINES:
+            size -= len(tail.popleft()[1])
     kept.update(tail)
     found, last = [], 0
     for at in sorted(kept):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from flatout.plan.lever import Value
 from flatout.plan.words import Origin
 
 PLAN_SCHEMA = 1
+DOTTED = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){33}""")
 MAX_PLAN_BYTES = 64 * 1024  # tomllib needs quadratic time for a.a.a.a...: 74 s for 100 kB
 
 
@@ -128,6 +130,8 @@ class Plan:
         if len(text) > MAX_PLAN_BYTES:
             raise PlanError(f"{source} is {len(text):,} characters long; a plan is never that large. Is it the right file?")
         try:
+            if DOTTED.search(text):  # tomllib makes a table of each part again for every other one: a gigabyte for 60 kB
+                raise ValueError("a key has more parts than any plan's")
             data = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # a plain ValueError for a number of thousands of digits
             raise PlanError(f"{source} is not valid TOML ({error}). Mend it, or delete it and run `flatout tune` again.") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import stat
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -50,8 +51,11 @@ class Source:
     def read(cls, path: Path, module: str = "", package: str = "", shown: str = "") -> Source:
         """A .py file or a notebook. Raises OSError, or Unreadable in clear words."""
         shown = shown or str(path)
-        if path.stat().st_size > MAX_BYTES:
-            raise Unreadable(f"{shown} has {path.stat().st_size:,} bytes; a script that a person wrote is never that large")
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):  # a device may have no end, and a pipe nobody who writes
+            raise Unreadable(f"{shown} is not an ordinary file")
+        if about.st_size > MAX_BYTES:
+            raise Unreadable(f"{shown} has {about.st_size:,} bytes; a script that a person wrote is never that large")
         raw = path.read_bytes()
         if b"\0" in raw:
             raise Unreadable(f"{shown} is a binary file, no Python source")

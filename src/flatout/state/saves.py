@@ -86,6 +86,8 @@ def believed(path: Path) -> Save:
         if named is None or int(named[1]) != manifest.step:
             raise SaveError(f"its manifest is of step {manifest.step}")
         for name, stored in manifest.files.items():
+            if name.endswith(".json") and stored.bytes > MOST_STATE_BYTES:
+                raise SaveError(f"{name} is said to have {stored.bytes:,} bytes, and {MOST_STATE_BYTES:,} are the most")
             if (found := what_is_stored(path / name, stored)) != stored:
                 raise SaveError(f"{name} has {found.bytes:,} bytes instead of {stored.bytes:,}" if found.bytes != stored.bytes else
                                 f"{name} is not what was written: its digest differs")

@@ -1,0 +1,361 @@
+"""Everything that flatout opens, given files that somebody else has made. Each is opened by the public command in a child with 512 MiB and 5 s to spare.
+
+An `Opener` is one kind of file: a sound one, and the command that opens it. `hostile` names files that are bad on purpose, `mutated` makes a bad one of a sound
+one by seed. `opened` says what became of it: how it ended, what it said, whether code of the file ran (a canary), and what it cost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import signal
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent.parent
+MOST_BYTES, MOST_S, PATIENCE_S = 512 << 20, 5.0, 12
+RAW = "\x00\x07\x1b\x9b\u202e\u2066\u200f"  # never on a terminal as they are
+CODES = {0, 1, 2, 4, 7}
+EVIL = ("<script>touch</script>", "\x1b[2J\x1b]0;x\x07", "\u202egnp.exe", "../../../../etc/passwd", "{0.__class__.__init__.__globals__}", "{{ 7*7 }}", "'\"><img src=x>",
+        "\x00", "\ud800", "a" * 100_000, "%s%s%n", "$(touch canary)", "`touch canary`", "; touch canary", "http://user:pw@host/", "é\u0301" * 50)
+ODD = (None, True, -1, 0, 10**400, 1e308, -1e308, float("nan"), float("inf"), [], {}, [[]], {"": {}}, *EVIL)
+
+
+@dataclass(frozen=True)
+class Opener:
+    """``name`` is the file's. ``sound`` is its content; ``words`` the command line that opens it, or ``call`` what does so without one."""
+
+    kind: str
+    name: str
+    sound: bytes
+    words: tuple[str, ...] = ()
+    call: Callable[[Path], object] | None = None
+    json: bool = True
+
+    def open(self, path: Path) -> None:
+        if self.call is not None:
+            self.call(path)
+            return
+        from flatout.cli.main import main
+
+        sys.argv = ["flatout", *(word.replace("FILE", str(path)).replace("FOLDER", str(path.parent)) for word in self.words)]
+        main()
+
+
+@dataclass
+class Outcome:
+    code: int
+    said: str
+    canary: bool
+    seconds: float
+    grew_bytes: int
+
+    def wrong(self) -> str:
+        """What must not have happened; "" where nothing did."""
+        if self.canary:
+            return "code of the file ran"
+        if self.code < 0:
+            return f"ended by signal {-self.code}"
+        if "Traceback (most recent" in self.said or "\n  File " in self.said:
+            return "a traceback of ours: " + self.said.strip().splitlines()[-1][:300]
+        if self.code not in CODES:
+            return f"exit code {self.code}: {self.said[-300:]}"
+        if any(sign in self.said for sign in RAW):
+            return "control codes on the terminal"
+        if self.code in (2, 4, 7) and not 1 <= len([line for line in self.said.splitlines() if line.startswith(("flatout: ", "Error: "))]) <= 2:
+            return f"no sentence: {self.said[-300:]!r}"
+        if self.seconds > MOST_S:
+            return f"took {self.seconds:.1f} s"
+        if self.grew_bytes > MOST_BYTES:
+            return f"took {self.grew_bytes >> 20} MiB"
+        return ""
+
+
+def openers() -> dict[str, Opener]:
+    sys.path.insert(0, str(TESTS))
+    from profiles import healthy
+
+    from flatout.plan.plan import Choice, Plan
+
+    plan = Plan((Choice("channels_last", True, evidence="1.31x"), Choice("threads", 1), Choice("loader", {"workers": 2})), {"command": "python train.py"})
+    session = (TESTS / "render" / "session.json").read_bytes()
+    sight = (TESTS / "diagnose" / "recorded" / "virtual_machine.json").read_bytes()
+    profile = json.dumps(healthy().to_json()).encode()
+    log = b'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    model(x)\nRuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10)\n'
+    script = b"import torch\nmodel = torch.nn.Linear(4, 4)\nfor x in range(9):\n    loss = model(torch.ones(4)).sum()\n    loss.backward()\n"
+    sound = json.loads(sight) if b'"sight"' in sight[:200] else {"sight": json.loads(sight), "checks": []}
+    ranks = {"key": None, "rehearsed": {"procs": 2, "division": {"batches": "same"}, "losses": [1.0]}}
+    ceilings = {"schema": 1, "key": "KEY", "ceilings": [{"name": "memory_bytes_per_s", "device": "cpu", "value": 1e10}]}
+    return {each.kind: each for each in (
+        Opener("plan", "flatout.toml", plan.to_toml().encode(), ("plan", "--plan", "FILE"), json=False),
+        Opener("session", "session.json", session, ("report", "FOLDER")),
+        Opener("profile", "profile.json", profile, ("report", "FOLDER")),
+        Opener("profile to scale", "profile.json", profile, ("scale", "--network", "ib-ndr", "--from", "FILE", "--gpus", "8")),
+        Opener("sight", "sight.json", json.dumps(sound).encode(), ("doctor", "--replay", "FILE")),
+        Opener("log", "train.log", log, ("explain", "FILE"), json=False),
+        Opener("script", "train.py", script, ("check", "FILE"), json=False),
+        Opener("ranks", "ranks.json", json.dumps(ranks).encode(), call=_ranks),
+        Opener("ceilings", "ceilings.json", json.dumps(ceilings).encode(), call=_ceilings),
+        Opener("manifest", "manifest.json", b"", call=_save),
+        Opener("state", "state.json", json.dumps({"dict": [["w", {"tensor": "w", "dtype": "float32", "shape": [4]}], ["n", {"float": "nan"}],
+                                                           ["l", {"ints": ["list", "AAAAAAAAAAA="]}], ["a", {"array": ["<f8", [1], "AAAAAAAAAAA="]}]]}).encode(), call=_save),
+        Opener("tensors", "tensors.safetensors", _tensors(), call=_save, json=False),
+    )}
+
+
+def _tensors() -> bytes:
+    head = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    return len(head).to_bytes(8, "little") + head + bytes(16)
+
+
+def _ranks(path: Path) -> None:
+    from flatout.cli.dividing import remembered
+
+    remembered(path, None)
+
+
+def _ceilings(path: Path) -> None:
+    from flatout.measure.ceilings import load, machine_key
+    from flatout.plan.facts import Facts
+
+    facts = Facts()
+    with contextlib.suppress(OSError):
+        path.rename(path.with_name(f"ceilings-{machine_key(facts)}.json"))
+    load(facts, folder=path.parent)
+
+
+def _save(path: Path) -> None:
+    """A save whose author has made the digests right. What flatout says of it is said as the command line would."""
+    import torch
+
+    from flatout.plan.errors import FlatoutError
+    from flatout.plan.legible import harmless
+    from flatout.state.disk import Stored, what_is_stored
+    from flatout.state.manifest import Manifest
+    from flatout.state.saves import Saves
+
+    folder = path.parent / "saves" / "step-00000007"
+    folder.mkdir(parents=True)
+    path.rename(folder / path.name)
+    if path.name != "state.json":
+        (folder / "state.json").write_text('{"tensor": "w", "dtype": "float32", "shape": [4]}')
+    if path.name != "tensors.safetensors":
+        (folder / "tensors.safetensors").write_bytes(_tensors())
+    try:
+        if path.name != "manifest.json":
+            about = {each.name: what_is_stored(each, Stored(each.stat().st_size, "")) for each in sorted(folder.iterdir()) if each.is_file()}
+            (folder / "manifest.json").write_text(Manifest("test", 7, about).to_text())
+        newest, _ = Saves(folder.parent).newest()
+        assert newest is not None
+        newest.read(torch)
+    except FlatoutError as error:
+        sys.stderr.write(f"flatout: {harmless(str(error))}\n")
+        sys.exit(error.exit_code)
+    except OSError:
+        sys.exit(0)  # this harness could not digest it: a device
+
+
+# -- files --------------------------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch canary",)
+
+
+def _zip(**files: bytes) -> bytes:
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in files.items():
+            file.writestr(name.replace("__", "/"), data)
+    return held.getvalue()
+
+
+def _sparse(size: int) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        with open(path, "wb") as file:
+            file.truncate(size)
+    return make
+
+
+def _written(data: bytes) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(data) and None
+
+
+def _linked(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+def hostile(opener: Opener) -> dict[str, Callable[[Path], None]]:
+    """By what is bad about each: what puts it in its place."""
+    deep, sound = 10**6, opener.sound or b"{}"
+    yaml = b'!!python/object/apply:os.system ["touch canary"]\n'
+    files: dict[str, bytes] = {
+        "nothing": b"", "a pickle that runs code": pickle.dumps(Bomb()), "a pickle in a zip, as torch.save": _zip(archive__data__pkl=pickle.dumps(Bomb()), archive__version=b"3"),
+        "a zip of zeros": _zip(a=bytes(1 << 26)), "a yaml tag": yaml, "deep lists": b"[" * deep, "deep tables": b'{"a":' * deep, "deep and closed": b"[" * deep + b"]" * deep,
+        "zeros": bytes(1000), "no UTF-8": b"\xff\xfe\xfa" * 99 + sound, "UTF-16": sound.decode(errors="replace").encode("utf-16"), "a mark and then itself": b"\xef\xbb\xbf" + sound,
+        "a number of a million digits": b"9" * deep, "a number of a million digits inside": sound.replace(b"1", b"9" * deep, 1), "minus": b"-", "null": b"null", "a list": b"[]",
+        "a table": b"{}", "a word": b'"x"', "NaN": b"NaN", "a long line": b'"' + b"x" * (1 << 24) + b'"', "many lists": b"[" + b"[]," * (1 << 23) + b"[]]", "itself twice": sound * 2,
+        "half of itself": sound[:len(sound) // 2], "one key many times": b"{" + b'"a":1,' * 100_000 + b'"a":2}', "control codes": "".join(EVIL[1:3]).encode("utf-8", "replace") * 9,
+        "marshal": b"\xe3\x00\x00\x00\x00", "a script": b"#!/bin/sh\ntouch canary\n", "an ELF": b"\x7fELF" + bytes(99), "TOML without end": b"a" + b".a" * 30_000 + b" = 1",
+        "TOML: a library": b'[levers]\nmalloc = "/tmp/evil.so"\n', "TOML: code": b'[levers]\ncompile = "__import__(\'os\').system(\'touch canary\')"\nimport = "os"\n',
+        "TOML: tables": b"[a]\n" + b"[[a.b]]\n" * 5000, "TOML: deep": b"a = " + b"[" * 30_000, "TOML: evil names": b'[levers."\\u001b[2J<script>"]\nvalue = "\\u202e"\n',
+        "Python: deep": b"x = " + b"(" * 5000, "Python: long": b"x = 1" + b" + 1" * 20_000, "Python: minus": b"x = " + b"-" * 100_000 + b"1", "Python: NUL": b"import torch\0\n",
+        "Python: coding": b"# -*- coding: rot13 -*-\nimport torch\n", "Python: power": b"import torch\nx = 9**9**9**9\ny = 'a' * 10**12\nz = [0] * 10**12\nfor i in range(10**12): pass\n",
+        "a notebook": json.dumps({"cells": [{"cell_type": "code", "source": ["!touch canary\n", "%run x\n"]}]}).encode(),
+        "a traceback that never ends": b'Traceback (most recent call last):\n' + b'  File "a.py", line 1, in f\n' * 200_000 + b"RecursionError: \x1b[31m\n",
+        "a line for slow expressions": b"RuntimeError: " + b"x" * 50_000 + b"mat1 and mat2 shapes" + b"(" * 10_000,
+    }
+    made = {title: _written(data) for title, data in files.items()}
+    made |= {"a gigabyte of zeros": _sparse(1 << 30), "a terabyte of zeros": _sparse(1 << 40), "a folder": lambda path: path.mkdir(), "a device without end": _linked("/dev/zero"),
+             "a device that says nothing": _linked("/dev/null"), "a link to itself": lambda path: path.symlink_to(path.name), "a link to nowhere": _linked("nowhere"),
+             "a link out of the folder": _linked("/etc/passwd"), "memory": _linked("/proc/self/mem"), "no right to read": _unreadable(sound)}
+    if opener.kind in ("state", "tensors"):
+        del made["a terabyte of zeros"]  # its digest takes as long as reading it; that of a real save does too
+    if opener.kind != "log":  # `flatout explain <(command)` is a pipe, and one waits for it
+        made["a pipe that nobody writes to"] = lambda path: os.mkfifo(path)
+    if opener.json and opener.sound:
+        made |= {f"odd values {seed}": _written(_odd(opener, random.Random(seed), share=0.3)) for seed in range(8)}
+    if opener.kind == "tensors":
+        heads = {"a header of a gigabyte": (1 << 30, b""), "a header without end": (2**63 - 1, b"{}"), "a shape without end": (None, b'{"w":{"dtype":"F32","shape":[' + b"1," * deep + b"4]}}"),
+                 "a NaN size": (None, b'{"w":{"dtype":"F32","shape":[NaN],"data_offsets":[0,16]}}'), "two in one place": (None, json.dumps({name: {
+                     "dtype": "F32", "shape": [4], "data_offsets": [0, 16]} for name in "ab"}).encode()), "many": (None, json.dumps({str(at): {
+                         "dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for at in range(200_000)}).encode()),
+                 "negative": (None, b'{"w":{"dtype":"F32","shape":[-4],"data_offsets":[0,-16]}}'), "wraps": (None, b'{"w":{"dtype":"F64","shape":[2305843009213693952],"data_offsets":[0,0]}}')}
+        made |= {title: _written((len(head) if size is None else size).to_bytes(8, "little") + head + bytes(16)) for title, (size, head) in heads.items()}
+    return made
+
+
+def _unreadable(data: bytes) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        path.write_bytes(data)
+        path.chmod(0)
+    return make
+
+
+def mutated(opener: Opener, seed: int) -> bytes:
+    """A sound file after some accidents: of its bytes, or of its values where it is JSON."""
+    chance = random.Random(f"{opener.kind} {seed}")
+    if opener.json and opener.sound and chance.random() < 0.7:
+        return _odd(opener, chance, share=chance.choice((0.002, 0.02, 0.1, 0.5)))
+    data = bytearray(opener.sound or b"{}")
+    for _ in range(chance.choice((1, 2, 5, 30))):
+        at = chance.randrange(len(data) + 1)
+        what = chance.randrange(6)
+        if what == 0 and at < len(data):
+            data[at] ^= 1 << chance.randrange(8)
+        elif what == 1:
+            data[at:at] = chance.randbytes(chance.randint(1, 9))
+        elif what == 2:
+            del data[at:at + chance.randint(1, 60)]
+        elif what == 3:
+            data[at:at] = data[at:at + chance.randint(1, 300)] * chance.randint(1, 5)
+        elif what == 4:
+            data[at:at] = chance.choice(EVIL[:-2]).encode("utf-8", "surrogatepass")
+        else:
+            data[at:at] = chance.choice((b"[", b"{", b'"', b"\\u0000", b"1e999", b"-", b"null", b"9" * 400, b"\n", b"[[", b"=", b"'''", b"#"))
+        data = data or bytearray(b" ")
+    return bytes(data)
+
+
+def _odd(opener: Opener, chance: random.Random, share: float) -> bytes:
+    """The sound JSON with this share of its values replaced, by odd ones or by values of its own."""
+    whole = json.loads(opener.sound)
+    values: list[Any] = []
+
+    def walk(thing: Any) -> Any:
+        values.append(thing)
+        if chance.random() < share and thing is not whole:
+            return chance.choice(ODD) if chance.random() < 0.8 else copy.deepcopy(chance.choice(values))
+        if isinstance(thing, dict):
+            return {(chance.choice(EVIL[:9]) if chance.random() < share / 5 else key): walk(value) for key, value in thing.items() if chance.random() > share / 10}
+        return [walk(each) for each in thing] if isinstance(thing, list) else thing
+
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 3000))
+    try:
+        return json.dumps(walk(whole)).encode()
+    except (ValueError, RecursionError):
+        return opener.sound
+
+
+# -- opening ------------------------------------------------------------------------------------------------------------
+
+
+def warm() -> None:
+    """What the commands import, so that a child costs a fork."""
+    import importlib
+
+    import torch
+
+    torch.zeros(1)
+    for name in ("cli.plan", "cli.report", "cli.scale", "cli.doctor", "cli.explain", "cli.check", "cli.dividing", "diagnose.doctor.examining", "diagnose.check", "render.doctor",
+                 "render.scale_page", "state.saves", "render.terminal", "measure.ceilings"):
+        importlib.import_module(f"flatout.{name}")
+    import numpy  # noqa: F401
+    import safetensors.torch  # noqa: F401
+
+
+def opened(opener: Opener, make: Callable[[Path], None], folder: Path) -> Outcome:
+    """In a child of this process, in a folder of its own, where a file called canary would be made."""
+    place = folder / "place"
+    place.mkdir()
+    path = place / opener.name
+    make(path)
+    said = folder / "said"
+    child = os.fork()
+    if child == 0:
+        os._exit(_child(opener, path, said))
+    began, status, used = time.monotonic(), None, None
+    while status is None and time.monotonic() - began < PATIENCE_S:
+        done, ended, usage = os.wait4(child, os.WNOHANG)
+        status, used = (ended, usage) if done else (None, None)
+        if not done:
+            time.sleep(0.003)
+    if status is None:
+        os.kill(child, signal.SIGKILL)
+        _, status, used = os.wait4(child, 0)
+    seconds = used.ru_utime + used.ru_stime if time.monotonic() - began < PATIENCE_S else PATIENCE_S  # its own time: the machine has other work
+    told = said.read_bytes() if said.exists() else b""
+    text, _, grew = told.rpartition(b"\ngrew ")
+    canary = (place / "canary").exists() or (folder / "canary").exists() or (TESTS.parent / "canary").exists()
+    return Outcome(os.waitstatus_to_exitcode(status), (text or told).decode(errors="replace"), canary, seconds, int(grew) if grew.strip().isdigit() else 0)
+
+
+def _child(opener: Opener, path: Path, said: Path) -> int:
+    out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    os.chdir(path.parent)
+    os.environ["HOME"] = str(path.parent)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MOST_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    code = 0
+    try:
+        opener.open(path)
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = 99
+    sys.stdout.flush()
+    sys.stderr.flush()
+    grew = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    os.write(2, f"\ngrew {max(grew, 0)}".encode())
+    return code
