@@ -67,12 +67,25 @@ def main() -> None:
                     once(opener, f"seed {seed}", lambda path, opener=opener, seed=seed: path.write_bytes(mutated(opener, seed)))
                     counts["mutated"] += 1
             seed += 1
-    rows = [[kind, f"{sum(codes[kind].values()):,}", ", ".join(f"{code}: {n:,}" for code, n in sorted(codes[kind].items())), f"{longest[kind]:.1f}",
-             f"{largest[kind] / 2**20:.0f}", sum(each["kind"] == kind for each in wrong)] for kind in codes]
-    text = "\n\n".join([
-        f"{counts['on purpose']:,} files that are bad on purpose and {counts['mutated']:,} mutated ones (seeds {asked.seed} to {seed - 1}) in "
-        f"{(seconds() - began) / 60:.0f} minutes: {len(wrong)} wrong, code of a file run {sum('code of' in each['why'] for each in wrong)} times.",
-        markdown_table(["what opens it", "files", "ended with", "longest, s of CPU", "largest, MiB", "wrong"], rows), " ".join((__doc__ or "").split("\n\n")[1].split())])
+    rows = [
+        [
+            kind,
+            f"{sum(codes[kind].values()):,}",
+            ", ".join(f"{code}: {n:,}" for code, n in sorted(codes[kind].items())),
+            f"{longest[kind]:.1f}",
+            f"{largest[kind] / 2**20:.0f}",
+            sum(each["kind"] == kind for each in wrong),
+        ]
+        for kind in codes
+    ]
+    text = "\n\n".join(
+        [
+            f"{counts['on purpose']:,} files that are bad on purpose and {counts['mutated']:,} mutated ones (seeds {asked.seed} to {seed - 1}) in "
+            f"{(seconds() - began) / 60:.0f} minutes: {len(wrong)} wrong, code of a file run {sum('code of' in each['why'] for each in wrong)} times.",
+            markdown_table(["what opens it", "files", "ended with", "longest, s of CPU", "largest, MiB", "wrong"], rows),
+            " ".join((__doc__ or "").split("\n\n")[1].split()),
+        ]
+    )
     if asked.no_page:
         print(text)
     else:

@@ -27,8 +27,24 @@ TESTS = Path(__file__).resolve().parent.parent
 MOST_BYTES, MOST_S, PATIENCE_S = 512 << 20, 5.0, 12
 RAW = "\x00\x07\x1b\x9b\u202e\u2066\u200f"  # never on a terminal as they are
 CODES = {0, 1, 2, 4, 7}
-EVIL = ("<script>touch</script>", "\x1b[2J\x1b]0;x\x07", "\u202egnp.exe", "../../../../etc/passwd", "{0.__class__.__init__.__globals__}", "{{ 7*7 }}", "'\"><img src=x>",
-        "\x00", "\ud800", "a" * 100_000, "%s%s%n", "$(touch canary)", "`touch canary`", "; touch canary", "http://user:pw@host/", "é\u0301" * 50)
+EVIL = (
+    "<script>touch</script>",
+    "\x1b[2J\x1b]0;x\x07",
+    "\u202egnp.exe",
+    "../../../../etc/passwd",
+    "{0.__class__.__init__.__globals__}",
+    "{{ 7*7 }}",
+    "'\"><img src=x>",
+    "\x00",
+    "\ud800",
+    "a" * 100_000,
+    "%s%s%n",
+    "$(touch canary)",
+    "`touch canary`",
+    "; touch canary",
+    "http://user:pw@host/",
+    "é\u0301" * 50,
+)
 ODD = (None, True, -1, 0, 10**400, 1e308, -1e308, float("nan"), float("inf"), [], {}, [[]], {"": {}}, *EVIL)
 
 
@@ -97,21 +113,37 @@ def openers() -> dict[str, Opener]:
     sound = json.loads(sight) if b'"sight"' in sight[:200] else {"sight": json.loads(sight), "checks": []}
     ranks = {"key": None, "rehearsed": {"procs": 2, "division": {"batches": "same"}, "losses": [1.0]}}
     ceilings = {"schema": 1, "key": "KEY", "ceilings": [{"name": "memory_bytes_per_s", "device": "cpu", "value": 1e10}]}
-    return {each.kind: each for each in (
-        Opener("plan", "flatout.toml", plan.to_toml().encode(), ("plan", "--plan", "FILE"), json=False),
-        Opener("session", "session.json", session, ("report", "FOLDER")),
-        Opener("profile", "profile.json", profile, ("report", "FOLDER")),
-        Opener("profile to scale", "profile.json", profile, ("scale", "--network", "ib-ndr", "--from", "FILE", "--gpus", "8")),
-        Opener("sight", "sight.json", json.dumps(sound).encode(), ("doctor", "--replay", "FILE")),
-        Opener("log", "train.log", log, ("explain", "FILE"), json=False),
-        Opener("script", "train.py", script, ("check", "FILE"), json=False),
-        Opener("ranks", "ranks.json", json.dumps(ranks).encode(), call=_ranks),
-        Opener("ceilings", "ceilings.json", json.dumps(ceilings).encode(), call=_ceilings),
-        Opener("manifest", "manifest.json", b"", call=_save),
-        Opener("state", "state.json", json.dumps({"dict": [["w", {"tensor": "w", "dtype": "float32", "shape": [4]}], ["n", {"float": "nan"}],
-                                                           ["l", {"ints": ["list", "AAAAAAAAAAA="]}], ["a", {"array": ["<f8", [1], "AAAAAAAAAAA="]}]]}).encode(), call=_save),
-        Opener("tensors", "tensors.safetensors", _tensors(), call=_save, json=False),
-    )}
+    return {
+        each.kind: each
+        for each in (
+            Opener("plan", "flatout.toml", plan.to_toml().encode(), ("plan", "--plan", "FILE"), json=False),
+            Opener("session", "session.json", session, ("report", "FOLDER")),
+            Opener("profile", "profile.json", profile, ("report", "FOLDER")),
+            Opener("profile to scale", "profile.json", profile, ("scale", "--network", "ib-ndr", "--from", "FILE", "--gpus", "8")),
+            Opener("sight", "sight.json", json.dumps(sound).encode(), ("doctor", "--replay", "FILE")),
+            Opener("log", "train.log", log, ("explain", "FILE"), json=False),
+            Opener("script", "train.py", script, ("check", "FILE"), json=False),
+            Opener("ranks", "ranks.json", json.dumps(ranks).encode(), call=_ranks),
+            Opener("ceilings", "ceilings.json", json.dumps(ceilings).encode(), call=_ceilings),
+            Opener("manifest", "manifest.json", b"", call=_save),
+            Opener(
+                "state",
+                "state.json",
+                json.dumps(
+                    {
+                        "dict": [
+                            ["w", {"tensor": "w", "dtype": "float32", "shape": [4]}],
+                            ["n", {"float": "nan"}],
+                            ["l", {"ints": ["list", "AAAAAAAAAAA="]}],
+                            ["a", {"array": ["<f8", [1], "AAAAAAAAAAA="]}],
+                        ]
+                    }
+                ).encode(),
+                call=_save,
+            ),
+            Opener("tensors", "tensors.safetensors", _tensors(), call=_save, json=False),
+        )
+    }
 
 
 def _tensors() -> bytes:
@@ -186,6 +218,7 @@ def _sparse(size: int) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         with open(path, "wb") as file:
             file.truncate(size)
+
     return make
 
 
@@ -202,25 +235,64 @@ def hostile(opener: Opener) -> dict[str, Callable[[Path], None]]:
     deep, sound = 10**6, opener.sound or b"{}"
     yaml = b'!!python/object/apply:os.system ["touch canary"]\n'
     files: dict[str, bytes] = {
-        "nothing": b"", "a pickle that runs code": pickle.dumps(Bomb()), "a pickle in a zip, as torch.save": _zip(archive__data__pkl=pickle.dumps(Bomb()), archive__version=b"3"),
-        "a zip of zeros": _zip(a=bytes(1 << 26)), "a yaml tag": yaml, "deep lists": b"[" * deep, "deep tables": b'{"a":' * deep, "deep and closed": b"[" * deep + b"]" * deep,
-        "zeros": bytes(1000), "no UTF-8": b"\xff\xfe\xfa" * 99 + sound, "UTF-16": sound.decode(errors="replace").encode("utf-16"), "a mark and then itself": b"\xef\xbb\xbf" + sound,
-        "a number of a million digits": b"9" * deep, "a number of a million digits inside": sound.replace(b"1", b"9" * deep, 1), "minus": b"-", "null": b"null", "a list": b"[]",
-        "a table": b"{}", "a word": b'"x"', "NaN": b"NaN", "a long line": b'"' + b"x" * (1 << 24) + b'"', "many lists": b"[" + b"[]," * (1 << 23) + b"[]]", "itself twice": sound * 2,
-        "half of itself": sound[:len(sound) // 2], "one key many times": b"{" + b'"a":1,' * 100_000 + b'"a":2}', "control codes": "".join(EVIL[1:3]).encode("utf-8", "replace") * 9,
-        "marshal": b"\xe3\x00\x00\x00\x00", "a script": b"#!/bin/sh\ntouch canary\n", "an ELF": b"\x7fELF" + bytes(99), "TOML without end": b"a" + b".a" * 30_000 + b" = 1",
-        "TOML: a library": b'[levers]\nmalloc = "/tmp/evil.so"\n', "TOML: code": b'[levers]\ncompile = "__import__(\'os\').system(\'touch canary\')"\nimport = "os"\n',
-        "TOML: tables": b"[a]\n" + b"[[a.b]]\n" * 5000, "TOML: deep": b"a = " + b"[" * 30_000, "TOML: evil names": b'[levers."\\u001b[2J<script>"]\nvalue = "\\u202e"\n',
-        "Python: deep": b"x = " + b"(" * 5000, "Python: long": b"x = 1" + b" + 1" * 20_000, "Python: minus": b"x = " + b"-" * 100_000 + b"1", "Python: NUL": b"import torch\0\n",
-        "Python: coding": b"# -*- coding: rot13 -*-\nimport torch\n", "Python: power": b"import torch\nx = 9**9**9**9\ny = 'a' * 10**12\nz = [0] * 10**12\nfor i in range(10**12): pass\n",
+        "nothing": b"",
+        "a pickle that runs code": pickle.dumps(Bomb()),
+        "a pickle in a zip, as torch.save": _zip(archive__data__pkl=pickle.dumps(Bomb()), archive__version=b"3"),
+        "a zip of zeros": _zip(a=bytes(1 << 26)),
+        "a yaml tag": yaml,
+        "deep lists": b"[" * deep,
+        "deep tables": b'{"a":' * deep,
+        "deep and closed": b"[" * deep + b"]" * deep,
+        "zeros": bytes(1000),
+        "no UTF-8": b"\xff\xfe\xfa" * 99 + sound,
+        "UTF-16": sound.decode(errors="replace").encode("utf-16"),
+        "a mark and then itself": b"\xef\xbb\xbf" + sound,
+        "a number of a million digits": b"9" * deep,
+        "a number of a million digits inside": sound.replace(b"1", b"9" * deep, 1),
+        "minus": b"-",
+        "null": b"null",
+        "a list": b"[]",
+        "a table": b"{}",
+        "a word": b'"x"',
+        "NaN": b"NaN",
+        "a long line": b'"' + b"x" * (1 << 24) + b'"',
+        "many lists": b"[" + b"[]," * (1 << 23) + b"[]]",
+        "itself twice": sound * 2,
+        "half of itself": sound[: len(sound) // 2],
+        "one key many times": b"{" + b'"a":1,' * 100_000 + b'"a":2}',
+        "control codes": "".join(EVIL[1:3]).encode("utf-8", "replace") * 9,
+        "marshal": b"\xe3\x00\x00\x00\x00",
+        "a script": b"#!/bin/sh\ntouch canary\n",
+        "an ELF": b"\x7fELF" + bytes(99),
+        "TOML without end": b"a" + b".a" * 30_000 + b" = 1",
+        "TOML: a library": b'[levers]\nmalloc = "/tmp/evil.so"\n',
+        "TOML: code": b"[levers]\ncompile = \"__import__('os').system('touch canary')\"\nimport = \"os\"\n",
+        "TOML: tables": b"[a]\n" + b"[[a.b]]\n" * 5000,
+        "TOML: deep": b"a = " + b"[" * 30_000,
+        "TOML: evil names": b'[levers."\\u001b[2J<script>"]\nvalue = "\\u202e"\n',
+        "Python: deep": b"x = " + b"(" * 5000,
+        "Python: long": b"x = 1" + b" + 1" * 20_000,
+        "Python: minus": b"x = " + b"-" * 100_000 + b"1",
+        "Python: NUL": b"import torch\0\n",
+        "Python: coding": b"# -*- coding: rot13 -*-\nimport torch\n",
+        "Python: power": b"import torch\nx = 9**9**9**9\ny = 'a' * 10**12\nz = [0] * 10**12\nfor i in range(10**12): pass\n",
         "a notebook": json.dumps({"cells": [{"cell_type": "code", "source": ["!touch canary\n", "%run x\n"]}]}).encode(),
-        "a traceback that never ends": b'Traceback (most recent call last):\n' + b'  File "a.py", line 1, in f\n' * 200_000 + b"RecursionError: \x1b[31m\n",
+        "a traceback that never ends": b"Traceback (most recent call last):\n" + b'  File "a.py", line 1, in f\n' * 200_000 + b"RecursionError: \x1b[31m\n",
         "a line for slow expressions": b"RuntimeError: " + b"x" * 50_000 + b"mat1 and mat2 shapes" + b"(" * 10_000,
     }
     made = {title: _written(data) for title, data in files.items()}
-    made |= {"a gigabyte of zeros": _sparse(1 << 30), "a terabyte of zeros": _sparse(1 << 40), "a folder": lambda path: path.mkdir(), "a device without end": _linked("/dev/zero"),
-             "a device that says nothing": _linked("/dev/null"), "a link to itself": lambda path: path.symlink_to(path.name), "a link to nowhere": _linked("nowhere"),
-             "a link out of the folder": _linked("/etc/passwd"), "memory": _linked("/proc/self/mem"), "no right to read": _unreadable(sound)}
+    made |= {
+        "a gigabyte of zeros": _sparse(1 << 30),
+        "a terabyte of zeros": _sparse(1 << 40),
+        "a folder": lambda path: path.mkdir(),
+        "a device without end": _linked("/dev/zero"),
+        "a device that says nothing": _linked("/dev/null"),
+        "a link to itself": lambda path: path.symlink_to(path.name),
+        "a link to nowhere": _linked("nowhere"),
+        "a link out of the folder": _linked("/etc/passwd"),
+        "memory": _linked("/proc/self/mem"),
+        "no right to read": _unreadable(sound),
+    }
     if opener.kind in ("state", "tensors"):
         del made["a terabyte of zeros"]  # its digest takes as long as reading it; that of a real save does too
     if opener.kind != "log":  # `flatout explain <(command)` is a pipe, and one waits for it
@@ -228,11 +300,16 @@ def hostile(opener: Opener) -> dict[str, Callable[[Path], None]]:
     if opener.json and opener.sound:
         made |= {f"odd values {seed}": _written(_odd(opener, random.Random(seed), share=0.3)) for seed in range(8)}
     if opener.kind == "tensors":
-        heads = {"a header of a gigabyte": (1 << 30, b""), "a header without end": (2**63 - 1, b"{}"), "a shape without end": (None, b'{"w":{"dtype":"F32","shape":[' + b"1," * deep + b"4]}}"),
-                 "a NaN size": (None, b'{"w":{"dtype":"F32","shape":[NaN],"data_offsets":[0,16]}}'), "two in one place": (None, json.dumps({name: {
-                     "dtype": "F32", "shape": [4], "data_offsets": [0, 16]} for name in "ab"}).encode()), "many": (None, json.dumps({str(at): {
-                         "dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for at in range(200_000)}).encode()),
-                 "negative": (None, b'{"w":{"dtype":"F32","shape":[-4],"data_offsets":[0,-16]}}'), "wraps": (None, b'{"w":{"dtype":"F64","shape":[2305843009213693952],"data_offsets":[0,0]}}')}
+        heads = {
+            "a header of a gigabyte": (1 << 30, b""),
+            "a header without end": (2**63 - 1, b"{}"),
+            "a shape without end": (None, b'{"w":{"dtype":"F32","shape":[' + b"1," * deep + b"4]}}"),
+            "a NaN size": (None, b'{"w":{"dtype":"F32","shape":[NaN],"data_offsets":[0,16]}}'),
+            "two in one place": (None, json.dumps({name: {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} for name in "ab"}).encode()),
+            "many": (None, json.dumps({str(at): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for at in range(200_000)}).encode()),
+            "negative": (None, b'{"w":{"dtype":"F32","shape":[-4],"data_offsets":[0,-16]}}'),
+            "wraps": (None, b'{"w":{"dtype":"F64","shape":[2305843009213693952],"data_offsets":[0,0]}}'),
+        }
         made |= {title: _written((len(head) if size is None else size).to_bytes(8, "little") + head + bytes(16)) for title, (size, head) in heads.items()}
     return made
 
@@ -241,6 +318,7 @@ def _unreadable(data: bytes) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         path.write_bytes(data)
         path.chmod(0)
+
     return make
 
 
@@ -258,9 +336,9 @@ def mutated(opener: Opener, seed: int) -> bytes:
         elif what == 1:
             data[at:at] = chance.randbytes(chance.randint(1, 9))
         elif what == 2:
-            del data[at:at + chance.randint(1, 60)]
+            del data[at : at + chance.randint(1, 60)]
         elif what == 3:
-            data[at:at] = data[at:at + chance.randint(1, 300)] * chance.randint(1, 5)
+            data[at:at] = data[at : at + chance.randint(1, 300)] * chance.randint(1, 5)
         elif what == 4:
             data[at:at] = chance.choice(EVIL[:-2]).encode("utf-8", "surrogatepass")
         else:
@@ -279,7 +357,9 @@ def _odd(opener: Opener, chance: random.Random, share: float) -> bytes:
         if chance.random() < share and thing is not whole:
             return chance.choice(ODD) if chance.random() < 0.8 else copy.deepcopy(chance.choice(values))
         if isinstance(thing, dict):
-            return {(chance.choice(EVIL[:9]) if chance.random() < share / 5 else key): walk(value) for key, value in thing.items() if chance.random() > share / 10}
+            return {
+                (chance.choice(EVIL[:9]) if chance.random() < share / 5 else key): walk(value) for key, value in thing.items() if chance.random() > share / 10
+            }
         return [walk(each) for each in thing] if isinstance(thing, list) else thing
 
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 3000))
@@ -299,8 +379,22 @@ def warm() -> None:
     import torch
 
     torch.zeros(1)
-    for name in ("cli.plan", "cli.report", "cli.scale", "cli.doctor", "cli.explain", "cli.check", "cli.dividing", "diagnose.doctor.examining", "diagnose.check", "render.doctor",
-                 "render.scale_page", "state.saves", "render.terminal", "measure.ceilings"):
+    for name in (
+        "cli.plan",
+        "cli.report",
+        "cli.scale",
+        "cli.doctor",
+        "cli.explain",
+        "cli.check",
+        "cli.dividing",
+        "diagnose.doctor.examining",
+        "diagnose.check",
+        "render.doctor",
+        "render.scale_page",
+        "state.saves",
+        "render.terminal",
+        "measure.ceilings",
+    ):
         importlib.import_module(f"flatout.{name}")
     import numpy  # noqa: F401
     import safetensors.torch  # noqa: F401

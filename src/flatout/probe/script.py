@@ -17,6 +17,7 @@ from flatout.plan.findings import Place
 from flatout.probe.names import COMPREHENSIONS, FUNCTIONS, Binding, Names
 
 MAX_BYTES = 4_000_000  # a script that a person wrote is never that large
+MAX_NODES = 150_000  # some 15,000 lines; each rule walks them all
 MAX_DEPTH = 200  # of nested nodes; every walk here calls itself, and Python lets it do so about a thousand times
 
 
@@ -44,6 +45,8 @@ class Source:
             raise Unreadable(f"{path}: Python cannot read it ({error})") from None
         if depth_of(self.tree) > MAX_DEPTH:
             raise Unreadable(f"{path}: its expressions are nested more than {MAX_DEPTH} deep")
+        if sum(1 for _ in ast.walk(self.tree)) > MAX_NODES:
+            raise Unreadable(f"{path}: it has more than {MAX_NODES:,} expressions; a script that a person wrote never has that many")
         self.names = Names(self.tree, package)
         self._dotted: dict[int, str] = {}
 

@@ -1,0 +1,93 @@
+"""Files that somebody else has made: none runs code, and each ends with a sentence, within 512 MiB and 5 s. `bench/fuzz.py` opens many more."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hostile import hostile, mutated, opened, openers, warm
+
+pytest.importorskip("torch", reason="not run: there is no torch here")
+
+OPENERS = openers()
+SLOW = ("many lists", "a number of a million digits inside", "a gigabyte of zeros")  # half a second each: with one opener
+SHARED = (
+    "a device without end",
+    "a pipe that nobody writes to",
+    "a pickle that runs code",
+    "deep lists",
+    "a list",
+    "a link out of the folder",
+    "half of itself",
+    "a number of a million digits",
+    "odd values 0",
+    "odd values 1",
+)
+OF_ITS_OWN = {
+    "plan": ("TOML without end", "TOML: a library", "TOML: code", "TOML: evil names", "a line for slow expressions", "a yaml tag"),
+    "session": ("many lists", "no UTF-8", "a terabyte of zeros"),
+    "log": ("a traceback that never ends", "a long line", "control codes", "a terabyte of zeros"),
+    "script": ("Python: deep", "Python: minus", "Python: power", "Python: coding", "one key many times"),
+    "tensors": ("a header of a gigabyte", "a header without end", "a shape without end", "a NaN size", "two in one place", "negative", "wraps"),
+    "manifest": ("one key many times", "a zip of zeros"),
+    "state": ("many lists", "deep tables"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warmed():
+    warm()
+
+
+@pytest.mark.parametrize("kind", OPENERS)
+def test_what_is_bad_on_purpose(kind, tmp_path):
+    opener = OPENERS[kind]
+    files = hostile(opener)
+    wrong = {}
+    for number, title in enumerate([*(title for title in SHARED if title in files), *OF_ITS_OWN.get(kind, ())]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if why := opened(opener, files[title], folder).wrong():
+            wrong[title] = why
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("kind", [kind for kind, opener in OPENERS.items() if opener.sound])
+def test_what_accidents_make_of_a_sound_one(kind, tmp_path):
+    opener, wrong = OPENERS[kind], {}
+    for seed in range(-1, 4):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        data = mutated(opener, seed) if seed >= 0 else opener.sound
+        outcome = opened(opener, lambda path, data=data: path.write_bytes(data) and None, folder)
+        if why := outcome.wrong():
+            wrong[seed] = why
+        if seed < 0:  # the sound one is really read: else all of this would show nothing
+            assert outcome.code in (0, 1), outcome
+    assert wrong == {}
+
+
+def test_the_harness_sees_what_it_looks_for(tmp_path):
+    """A reader that runs code, one that hangs, one that eats memory, one that raises: each is called wrong."""
+    from dataclasses import replace
+
+    def eats(path: Path) -> None:
+        bytearray(1 << 30)
+
+    for number, (call, words) in enumerate(
+        [
+            (lambda path: os.system("touch canary"), "code of the file ran"),
+            (lambda path: 1 / 0, "ZeroDivisionError"),
+            (lambda path: os.abort(), "signal 6"),
+            (eats, "MemoryError"),
+            (lambda path: os.write(1, b"\x1b[2J"), "control codes"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert words in opened(replace(OPENERS["plan"], call=call), lambda path: None, folder).wrong()
+
+
+def test_there_are_at_least_two_hundred():
+    assert sum(len(hostile(opener)) for opener in OPENERS.values()) >= 200
