@@ -1,8 +1,8 @@
 """Hostile and mutated files, given to everything of flatout that opens one.
 
-First each of the files that are bad on purpose, to each command; then, until the time is over, sound files that were changed by seed. Each is opened by a child of
-this process that has 512 MiB and 5 s of its own to spare. Wrong is: code of the file ran, the child died of a signal or with a traceback of ours, it ended with a
-code that is not documented, left control codes on the terminal, refused without a sentence, or took more than it has.
+First each of the files that are bad on purpose, to each command; then, until the time is over, sound files that were changed by seed. Each is opened by a
+child of this process that has 512 MiB and 5 s of its own to spare. Wrong is: code of the file ran, the child died of a signal or with a traceback of ours,
+it ended with a code that is not documented, left control codes on the terminal, refused without a sentence, or took more than it has.
 """
 
 from __future__ import annotations

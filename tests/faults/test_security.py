@@ -121,7 +121,7 @@ sys.addaudithook(heard)
 
 @pytest.mark.timeout(200)
 def test_a_measured_program_leaves_no_secret_and_asks_no_network(flatout, script):
-    """One `flatout profile` with secrets on its command line and a home of its own: what is written, what is shown, where its processes connect to, who may read."""
+    """One `flatout profile` with secrets on its command line and a home of its own: what is written and shown, where its processes connect to, who may read."""
     pytest.importorskip("torch", reason="not run: there is no torch here")
     script(PROGRAM)
     (flatout.folder / "watch").mkdir()

@@ -14,6 +14,8 @@ from flatout.render.profile_report import profile_html
 from flatout.render.report import report_html
 from flatout.tune.session import FOLDER, load_session
 
+NOT_OF_ITS_FORM = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError)
+
 
 @click.command()
 @click.argument("job", required=False, type=click.Path(path_type=Path))
@@ -34,8 +36,12 @@ def command(job: Path | None, open_: bool) -> None:
 
 def _pages(folder: JobFolder) -> list[tuple[Path, str]]:
     session, profile = load_session(folder), load_profile(folder)
-    return [*([(folder.report, report_html(session))] if session is not None else []),
-            *([(folder.profile_page, profile_html(profile))] if profile is not None else [])]
+    try:
+        return [*([(folder.report, report_html(session))] if session is not None else []),
+                *([(folder.profile_page, profile_html(profile))] if profile is not None else [])]
+    except NOT_OF_ITS_FORM as error:
+        raise UsageError(f"the records in {folder.path} hold values that no record of flatout's has ({type(error).__name__}: {str(error)[:200]}). "
+                         "Measure again: `flatout tune COMMAND...`, `flatout profile COMMAND...`.") from None
 
 
 def _newest() -> Path:

@@ -28,6 +28,9 @@ STEPS = 40
 OVERHEAD = 0.062
 
 
+NOT_OF_ITS_FORM = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError)  # what a foreign profile may raise
+
+
 class Share(click.ParamType):
     """``6%``, ``0.06``: a share from 0 up to 1."""
 
@@ -92,12 +95,22 @@ def command(gpus: str, network: str, inside: str | None, node: int, scaling: str
         _foretell(record, ways, devices, overhead)
         record.status = "done"
 
-    asked.answer(record, budget, run)
+    try:
+        asked.answer(record, budget, run)
+        _show(asked, record, as_json)
+    except NOT_OF_ITS_FORM as error:
+        if seen is None:
+            raise
+        raise UsageError(f"{profile} holds values that no profile has ({type(error).__name__}: {str(error)[:200]}). `flatout profile COMMAND...` makes a new "
+                         "one.") from None
+    return 0
+
+
+def _show(asked: Asked, record: ScaleRecord, as_json: bool) -> None:
     from flatout.render.scale_page import because, headline, scale_html, scale_table, sentences
 
     parts = [f"{headline(record)}\n{because(record)}\n", scale_table(record), *sentences(record), *(f"note: {note}" for note in record.notes)]
     asked.show(record, scale_html(record), parts, as_json)
-    return 0
 
 
 def _strategies(text: str) -> list[str]:
