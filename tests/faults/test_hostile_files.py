@@ -79,7 +79,7 @@ def test_the_harness_sees_what_it_looks_for(tmp_path):
         [
             (lambda path: os.system("touch canary"), "code of the file ran"),
             (lambda path: 1 / 0, "ZeroDivisionError"),
-            (lambda path: os.abort(), "signal 6"),
+            (lambda path: os.kill(os.getpid(), 9), "signal 9"),
             (eats, "MemoryError"),
             (lambda path: os.write(1, b"\x1b[2J"), "control codes"),
         ]
@@ -90,4 +90,4 @@ def test_the_harness_sees_what_it_looks_for(tmp_path):
 
 
 def test_there_are_at_least_two_hundred():
-    assert sum(len(hostile(opener)) for opener in OPENERS.values()) >= 200
+    assert sum(len(hostile(OPENERS[kind])) for kind in ("plan", "sight", "log", "tensors")) >= 200
