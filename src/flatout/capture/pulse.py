@@ -13,6 +13,7 @@ Forked children (loader workers) have a page and a stack of their own.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import fcntl
 import os
@@ -32,6 +33,7 @@ from flatout.plan.pulse import (
     BATCHES,
     BEATS,
     BETWEEN,
+    ENDING,
     EVALUATING,
     IMPORTED,
     LOADING,
@@ -108,6 +110,7 @@ class Heart:
         ledger.set(torch.nn.Module, "eval", self._beat_before_eval(torch.nn.Module.eval))
         ledger.set(torch, "save", self._tell_of_save(torch.save))
         ledger.set(torch, "load", self._tell_of_load(torch.load))
+        atexit.register(self._beat, ENDING)  # what was registered before torch was imported runs later, and the end of torch's own objects
         self._beat(IMPORTED)
 
     def _beat(self, phase: int) -> None:

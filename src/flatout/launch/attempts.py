@@ -121,8 +121,8 @@ class Course:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a start ended. ``kind``: "well", "hung", "signal", "exit", "unheard", "memory", "nan" or "asked"; ``code`` as a shell says it; ``what`` is a sentence without
-    its stop; ``place``: where in the program."""
+    """How a start ended. ``kind``: "well", "hung", "signal", "exit", "unheard", "memory", "nan" or "asked"; ``code`` as a shell says it; ``what`` is a sentence
+    without its stop; ``place``: where in the program."""
 
     kind: str
     code: int

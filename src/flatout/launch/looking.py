@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flatout.plan.pulse import SIGNAL, STACK, Seen
 
-STOPPED = "T"
+IS_STOPPED = "T"
 INNERMOST, MOST_FRAMES = 4, 60  # of a stack, shown
 STATES = {"R": "runs", "S": "waits", "D": "waits in the kernel, where no signal reaches it", "T": "is stopped", "t": "is held by a debugger", "Z": "has ended"}
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')

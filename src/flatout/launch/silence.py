@@ -19,11 +19,11 @@ LONGEST_KEPT = 2000
 # What it does: how it is known stands in docs/supervision.md.
 COMPILING, READING_CODE, AT_WORK, WAITS_FOR_DEBUGGER = "compiles", "imports", "works elsewhere", "is held by a debugger"
 FLOORS_S: dict[int | str, float] = {
-    pulse.TRAINING: 10.0, pulse.LOADING: 10.0, pulse.OPENING: 60.0, pulse.EVALUATING: 300.0, pulse.BETWEEN: 300.0, pulse.SAVING: 600.0,
+    pulse.TRAINING: 10.0, pulse.LOADING: 10.0, pulse.OPENING: 60.0, pulse.EVALUATING: 300.0, pulse.BETWEEN: 300.0, pulse.SAVING: 600.0, pulse.ENDING: 300.0,
     pulse.STARTING: 1800.0, pulse.IMPORTED: 1800.0, COMPILING: 1800.0, READING_CODE: 1800.0, AT_WORK: 600.0, WAITS_FOR_DEBUGGER: float("inf")}
 IN_WORDS: dict[int | str, str] = {
     pulse.TRAINING: "in a step", pulse.LOADING: "waiting for data", pulse.OPENING: "waiting for the first batch of a loader", pulse.EVALUATING: "evaluating",
-    pulse.BETWEEN: "between two epochs", pulse.SAVING: "in torch.save", pulse.STARTING: "before torch was imported",
+    pulse.BETWEEN: "between two epochs", pulse.SAVING: "in torch.save", pulse.ENDING: "on its way out", pulse.STARTING: "before torch was imported",
     pulse.IMPORTED: "before the first step", COMPILING: "compiling", READING_CODE: "importing", AT_WORK: "working without steps"}
 
 

@@ -93,6 +93,10 @@ class Guard(Watch):
         if watched.saves > attempt.saves:
             attempt.saves, attempt.saved = watched.saves, now
 
+    def asked_by(self, code: int) -> int | None:
+        """The signal by which a person has asked for the end. One that does not ask by itself (SIGUSR1) has, where the program ends by saying its number."""
+        return self.asked if self.asked is not None else code - 128 if code - 128 in self._passed else None
+
     def _heard(self, heard: Heard) -> None:
         if heard.number in ASKING_TO_END and self.asked is not None and not self._may_insist:
             return  # the same press once more
@@ -200,7 +204,7 @@ class Supervisor:
                 path.unlink(missing_ok=True)
 
     def _ending(self, guard: Guard, code: int, watched: Watched, kills: int | None) -> Ending:
-        asked = guard.asked
+        asked = guard.asked_by(code)
         if asked is not None:
             if guard.late:
                 self.say(f"{self.title} had not ended {self.terms.grace_s:g} s after {signal.Signals(asked).name}, and was ended. --grace gives it longer.")
@@ -281,5 +285,5 @@ class Supervisor:
         restarts = len(attempts) - 1
         word = "no restart" if not restarts else "1 restart" if restarts == 1 else f"{restarts} restarts"
         where = f"; what happened is in {self.book.path}" if self.book.written else ""
-        self.say(f"{reached:,} step{'s' if reached > 1 else ''} in {now - attempts[0].began:.0f} s, {word}; {self.course.goodput(now, well):.0%} of the time brought steps that were "
-                 f"kept{where}.")
+        steps = f"{reached:,} step{'s' if reached > 1 else ''} in {now - attempts[0].began:.0f} s"
+        self.say(f"{steps}, {word}; {self.course.goodput(now, well):.0%} of the time brought steps that were kept{where}.")

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flatout.launch.looking import COMPILES, FETCHES, IMPORTS, MEETS_RANKS, STOPPED, Asked, Stack, State, children_of, state_of
+from flatout.launch.looking import COMPILES, FETCHES, IMPORTS, IS_STOPPED, MEETS_RANKS, Asked, Stack, State, children_of, state_of
 from flatout.launch.silence import AT_WORK, COMPILING, FLOORS_S, IN_WORDS, LOOK_S, READING_CODE, WAITS_FOR_DEBUGGER, Silence
-from flatout.plan.pulse import BACKWARDS, BATCHES, BEATS, IMPORTED, LOADING, OPENING, PHASE, SAVED, SAVED_AT, SAVES, STEPS, WENT_ON, Seen
+from flatout.plan.pulse import BACKWARDS, BATCHES, BEATS, IMPORTED, LOADING, OPENING, PHASE, SAVED, SAVED_AT, SAVES, STEPS, TRAINING, WENT_ON, Seen
 
 ASK_AT = (0.5, 0.7, 0.85)  # of the limit
 EARLY_S = 2 * LOOK_S  # a silence has begun up to a look before it was seen, and is judged at a look
-STOPPED_S = 8.0  # a process that is stopped, until it is continued
+STOPPED = 0.8  # of the least silence that is suspected: a process that is stopped is continued then
 AGAIN_S = 10.0  # one that compiles or works elsewhere is looked at again
 WORKS = 0.5  # of a core
 
@@ -156,11 +156,11 @@ class Watched:
             state = state_of(process.pid)
             if state is None or state.letter in "ZX":
                 self._gone.add(process.pid)
-            elif state.letter != STOPPED:
+            elif state.letter != IS_STOPPED:
                 process.stopped_at = None
             elif process.stopped_at is None:
                 process.stopped_at = now
-            elif now - process.stopped_at >= STOPPED_S:
+            elif now - process.stopped_at >= STOPPED * (self.floor_s or FLOORS_S[TRAINING]):
                 silent_s, process.stopped_at = now - process.stopped_at, None
                 os.kill(process.pid, signal.SIGCONT)
                 for other in self.all.values():
@@ -328,7 +328,7 @@ def _waited_for(group: Sequence[Process]) -> list[Process]:
     if len(group) == 1:
         return list(group)
     states = {process.pid: state_of(process.pid) for process in group}
-    stopped = [process for process in group if (state := states[process.pid]) is not None and state.letter == STOPPED]
+    stopped = [process for process in group if (state := states[process.pid]) is not None and state.letter == IS_STOPPED]
     if stopped:
         return stopped
     least = min(process.done for process in group)

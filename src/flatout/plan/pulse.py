@@ -23,7 +23,7 @@ BYTES = 4096
 # when it was written. WENT_ON: saves that were read. NOT_FINITE: the step whose loss was not, and one more. RANK: and one more. SIGNAL: asks for the stack.
 BEATS, STEPS, PHASE, BACKWARDS, BATCHES, SAVES, SAVED, SAVED_AT, WENT_ON, NOT_FINITE, RANK, SIGNAL, STACK = range(13)
 # What a process does. Its own word for it; what is compiled or imported is seen in its stack.
-STARTING, IMPORTED, TRAINING, LOADING, OPENING, EVALUATING, BETWEEN, SAVING = range(8)
+STARTING, IMPORTED, TRAINING, LOADING, OPENING, EVALUATING, BETWEEN, SAVING, ENDING = range(9)
 
 
 class Pulse:
