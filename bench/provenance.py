@@ -55,6 +55,8 @@ THEMES = (
     ("exchange", "python bench/exchange.py", "What travels between ranks: bytes and waiting by way and bucket size, the loss with fewer exchanges"),
     ("two_hosts", "python bench/two_hosts.py", "A training over two hosts whose link is cut and which are killed: goes on, begins again or ends, never a hang"),
     ("launcher", "python bench/launcher.py", "What outlives a launcher of several ranks that is killed; whether the rank that failed first is named"),
+    ("supervise", "python bench/supervise.py --faults 60 --alarms 6 --kills 100 --told 100 --overhead 60",
+     "Programs that hang, die and are told to end under `--supervise`: named after how long, false alarms, orphans, cost"),
     ("guard", "python bench/guard.py", "False accepts and false rejects of the guard"),
     ("explain", "python bench/explain.py", "Failures really provoked: explained live and from their text, mends tried; recorded ones of what needs a GPU"),
     ("kernels", "python bench/kernels.py", "Each kernel against its reference, torch.compile and the device's own roofline"),

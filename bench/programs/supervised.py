@@ -1,0 +1,191 @@
+"""The program of bench/supervise.py: a small training that saves and goes on by itself, with a fault, with jitter, or on and off the pulse. Knows nothing of
+flatout but where the last of these is asked for."""
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, fault="", at=-1):
+        self.fault, self.at = fault, at
+
+    def __len__(self):
+        return 4000
+
+    def __getitem__(self, index):
+        if index == self.at:
+            strike(self.fault)
+        return torch.full((8,), index / 4000)
+
+
+def strike(fault):
+    """Once: a file remembers it, with the moment."""
+    try:
+        with open("struck", "x") as out:
+            out.write(str(time.monotonic()))
+    except FileExistsError:
+        return
+    if fault == "loop":
+        while True:
+            pass
+    elif fault == "lock":  # in C, with the interpreter held
+        lock = ctypes.create_string_buffer(64)
+        ctypes.PyDLL(None).pthread_mutex_lock(lock)
+        ctypes.PyDLL(None).pthread_mutex_lock(lock)
+    elif fault == "wait":
+        time.sleep(3600)
+    elif fault == "exit":
+        os._exit(5)
+    else:
+        os.kill(os.getpid(), getattr(signal, fault))
+
+
+def make():
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = nn.Linear(8, 1)
+    return model, [torch.zeros_like(p) for p in model.parameters()]
+
+
+def step(model, speed, batch):
+    model.zero_grad()
+    (model(batch) - batch.sum(1, keepdim=True)).square().mean().backward()
+    with torch.no_grad():
+        for p, v in zip(model.parameters(), speed, strict=True):
+            v.mul_(0.9).add_(p.grad)
+            p -= 0.01 * v
+
+
+def save(model, speed, done):
+    torch.save({"model": model.state_dict(), "speed": speed, "step": done, "random": torch.get_rng_state()}, "last.new")
+    os.replace("last.new", "last.pt")
+
+
+def fault(kind, where, at):
+    """200 steps with one fault in them; on SIGTERM the step is finished and saved."""
+    model, speed = make()
+    begin, asked = 0, []
+    if Path("last.pt").exists():
+        kept = torch.load("last.pt")
+        model.load_state_dict(kept["model"])
+        speed, begin = kept["speed"], kept["step"]
+        torch.set_rng_state(kept["random"])
+    if kind == "told":
+        signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    loader = torch.utils.data.DataLoader(Data(kind, at * 8) if where == "worker" else Data(), batch_size=8, num_workers=2 if where == "worker" else 0)
+    batches = iter(loader) if where == "worker" else None  # beginning one draws a random number
+    for done in range(begin, 200 if kind != "told" else 10**9):
+        batch = next(batches) if where == "worker" else torch.randn(8, 8)
+        if where == "main" and done == at:
+            strike(kind)
+        step(model, speed, batch)
+        time.sleep(0.005)
+        if done == begin + 3:
+            Path("trains").write_text(str(os.getpid()))
+        if done % 10 == 9 or asked:
+            save(model, speed, done + 1)
+        if asked:
+            sys.exit(143)
+    print(json.dumps([p.tolist() for p in model.parameters()]))
+
+
+def jitter(seed, seconds, compiles):
+    """Steps of 5 ms to 1 s, pauses of up to 7 s, evaluations of 12 to 45 s without a sign of life, as long between epochs, recompilation where asked."""
+    draw, (model, speed) = random.Random(seed), make()
+    end = time.monotonic() + seconds
+    loader = torch.utils.data.DataLoader(Data(), batch_size=80, num_workers=seed % 3)
+    forward = torch.compile(model, dynamic=False) if compiles else model
+    pauses = {"pauses": 0, "evaluations": 0, "between": 0, "compiled": 0}
+    while time.monotonic() < end:
+        for batch in loader:
+            step(forward if compiles else model, speed, batch)
+            time.sleep(min(draw.lognormvariate(-4, 1.2), 1.0))
+            if draw.random() < 0.01:
+                pauses["pauses"] += 1
+                time.sleep(draw.uniform(2, 7))
+            if compiles and draw.random() < 0.02:
+                pauses["compiled"] += 1
+                torch._dynamo.reset()
+                step(forward, speed, batch[: draw.randint(2, 79)])
+            if time.monotonic() > end:
+                break
+        model.eval()
+        pauses["evaluations"] += 1
+        with torch.no_grad():
+            model(torch.zeros(4, 8))
+            time.sleep(draw.uniform(12, 45))
+        model.train()
+        for batch in loader:
+            step(model, speed, batch)
+            if draw.random() < 0.05:
+                break
+        else:
+            pauses["between"] += 1
+            time.sleep(draw.uniform(12, 30))
+    print(json.dumps(pauses))
+
+
+def on_and_off(seconds):
+    """Rounds of four blocks of steps of about 5 ms: without the pulse's hooks, with, with, without."""
+    from flatout.capture import pulse
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(24)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    loader = torch.utils.data.DataLoader(torch.randn(1 << 16, 256), batch_sampler=[list(range(64))] * 100_000)
+    batches = iter(loader)
+    heart = pulse._installed
+
+    def block(count):
+        lengths = []
+        for _ in range(count):
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            model(next(batches)).square().mean().backward()
+            optimizer.step()
+            lengths.append(time.perf_counter() - start)
+        return statistics.median(lengths)
+
+    block(50)
+    rounds, start = [], time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        times = []
+        for on in (False, True, True, False):
+            if on and not heart.ledger.entries():
+                heart._torch_is_there(torch)
+            elif not on:
+                heart.ledger.restore()
+            block(2)
+            times.append(1e6 * block(8))
+        rounds.append(times)
+    print(json.dumps({"rounds": rounds, "beats": heart.words[0]}))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fault", nargs=3, metavar=("KIND", "WHERE", "AT"))
+    parser.add_argument("--jitter", nargs=3, type=int, metavar=("SEED", "SECONDS", "COMPILES"))
+    parser.add_argument("--on-and-off", type=float, metavar="SECONDS")
+    args = parser.parse_args()
+    if args.fault:
+        fault(args.fault[0], args.fault[1], int(args.fault[2]))
+    elif args.jitter:
+        jitter(args.jitter[0], args.jitter[1], bool(args.jitter[2]))
+    else:
+        on_and_off(args.on_and_off)
+
+
+if __name__ == "__main__":
+    main()

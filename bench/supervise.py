@@ -1,0 +1,256 @@
+"""What `flatout run --supervise` sees and what it costs: real faults in small programs, by seed.
+
+    faults     a program or a loader worker of it is killed, stopped, locked in C, or loops, at a random step. Is it named, after how long, and does the run end
+               with the weights of the undisturbed one? Restarts, split into their parts
+    alarms     jittered steps, evaluations, gaps between epochs and recompilation, for so many minutes: nothing of it may be called a hang
+    kills      the supervisor is killed outright; three seconds later, processes that are left are counted
+    told       SIGTERM at a random moment: a save, exit code 143, and after how long
+    overhead   a step of about 5 ms without the pulse's hooks and with them, in turns inside one process that is really watched over
+
+Each process of a run is marked in its environment, and looked for by that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from launcher import MARK as LAUNCH_MARK
+from launcher import end, left
+from overhead import interval, spell
+from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_result
+
+PROGRAM = HERE / "programs" / "supervised.py"
+KINDS = [("SIGKILL", "main"), ("SIGSEGV", "main"), ("exit", "main"), ("loop", "main"), ("wait", "main"), ("lock", "main"), ("SIGSTOP", "main"),
+         ("SIGKILL", "worker"), ("exit", "worker"), ("loop", "worker"), ("lock", "worker"), ("SIGSTOP", "worker")]
+DIES = {"SIGKILL", "SIGSEGV", "exit"}
+LIMIT_S, WORKER_LIMIT_S = 10.0, 15.0
+PATIENCE_S = 240.0
+
+
+def start(mark: str, folder: str, *words: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "flatout", "run", "--supervise", *options, sys.executable, str(PROGRAM), *words]
+    environment = {**os.environ, LAUNCH_MARK: mark, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def undisturbed() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run([sys.executable, str(PROGRAM), "--fault", "none", "main", "-1"], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def faulted(seed: int, plain: str) -> dict[str, Any]:
+    """One fault. ``found_s``: from the fault to flatout's sentence."""
+    draw, mark = random.Random(seed), uuid.uuid4().hex
+    kind, where = KINDS[seed % len(KINDS)]
+    with tempfile.TemporaryDirectory() as folder:
+        process = start(mark, folder, "--fault", kind, where, str(draw.randrange(20, 180)))
+        assert process.stderr is not None
+        said, found_at = [], None
+        for line in process.stderr:
+            said.append(line)
+            if found_at is None and re.search(r"has ended no step|has given no batch|was stopped|was ended by|ended with exit code|failed after step", line) \
+                    and line.startswith("flatout:"):
+                found_at = time.monotonic()
+        out = process.communicate(timeout=PATIENCE_S)[0]
+        struck = float(Path(folder, "struck").read_text())
+        records = [json.loads(line) for path in Path(folder).glob(".flatout/*/incidents.jsonl") for line in path.read_text().splitlines()]
+        orphans = left(mark)
+        end(mark)
+    text = "".join(said)
+    named = bool(re.search(r"loader worker \d+ \(process \d+\)|DataLoader worker \(pid\S* \d+\)", text)) if where == "worker" else found_at is not None
+    place = kind in DIES or kind == "SIGSTOP" or re.search(r"supervised\.py, line \d+, in strike", text) is not None
+    return {"seed": seed, "kind": kind, "where": where, "found_s": None if found_at is None else round(found_at - struck, 2), "named": named and place,
+            "code": process.returncode, "same": where == "worker" or out == plain, "orphans": orphans,
+            "incidents": [{key: record[key] for key in ("kind", "detect_s", "stop_s", "start_s", "load_s")} for record in records],
+            "said": "" if named and place and process.returncode == 0 else text[-3000:]}
+
+
+def alarmed(seed: int, minutes: float) -> dict[str, Any]:
+    mark = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory() as folder:
+        process = start(mark, folder, "--jitter", str(seed), str(int(60 * minutes)), str(int(seed % 4 == 0)))
+        out, said = process.communicate()
+        end(mark)
+    alarms = [line for line in said.splitlines() if re.search(r"has ended no step|has given no batch|was stopped|started again", line)]
+    return {"seed": seed, "minutes": minutes, "compiles": seed % 4 == 0, "code": process.returncode, "alarms": alarms,
+            **(json.loads(out.splitlines()[-1]) if process.returncode == 0 else {"said": said[-3000:]})}
+
+
+def killed(seed: int) -> dict[str, Any]:
+    draw, mark = random.Random(seed), uuid.uuid4().hex
+    with tempfile.TemporaryDirectory() as folder:
+        process = start(mark, folder, "--fault", "told", draw.choice(("main", "worker")), "-1")
+        training = draw.random() < 0.7
+        until = time.monotonic() + 60
+        while training and not Path(folder, "trains").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(draw.uniform(0, 1.0 if training else 3.0))
+        there = len(left(mark))
+        process.kill()
+        process.communicate()
+        time.sleep(3)
+        orphans = left(mark)
+        end(mark)
+    return {"seed": seed, "training": training, "processes": there, "orphans": orphans}
+
+
+def told(seed: int) -> dict[str, Any]:
+    draw, mark = random.Random(seed), uuid.uuid4().hex
+    with tempfile.TemporaryDirectory() as folder:
+        process = start(mark, folder, "--fault", "told", "main", "-1")
+        until = time.monotonic() + 60
+        while not Path(folder, "trains").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(draw.uniform(0, 1))
+        before = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        took = time.monotonic() - before
+        saved = Path(folder, "last.pt").exists()
+        orphans = left(mark)
+        end(mark)
+    return {"seed": seed, "code": process.returncode, "saved": saved, "took_s": round(took, 3), "orphans": orphans}
+
+
+def overhead(seconds: float, processes: int) -> dict[str, Any]:
+    found, memory = [], []
+    for _ in range(processes):
+        with tempfile.TemporaryDirectory() as folder:
+            process = start(uuid.uuid4().hex, folder, "--on-and-off", str(seconds))
+            time.sleep(min(seconds, 8))
+            memory.append(supervisors_memory(process.pid))
+            out, said = process.communicate()
+            if process.returncode:
+                raise SystemExit(said[-2000:])
+            found.append(json.loads(out.splitlines()[-1]))
+    return {"processes": found, "memory_kib": memory, "plain_us": median((a + d) / 2 for one in found for a, _, _, d in one["rounds"]),
+            "cost_us": interval([[(b + c - a - d) / 2 for a, b, c, d in one["rounds"]] for one in found]),
+            "aa_us": interval([[d - a for a, _, _, d in one["rounds"]] for one in found])}
+
+
+def supervisors_memory(pid: int) -> int:
+    """What the supervisor and its keeper take together (PSS: pages that they share are counted once), in KiB."""
+    total = 0
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and b"flatout.cli.supervised" in (folder / "cmdline").read_bytes() and (
+                    folder.name == str(pid) or (folder / "stat").read_text().rpartition(")")[2].split()[1] == str(pid)):
+                total += int(re.search(r"^Pss: +(\d+)", (folder / "smaps_rollup").read_text(), re.MULTILINE)[1])  # type: ignore[index]
+        except OSError:
+            continue
+    return total
+
+
+def page(raw: dict[str, Any]) -> str:
+    parts = [f"# Programs that are watched over\n\n{(__doc__ or '').strip()}"]
+    parts += [part(raw[name]) for name, part in PARTS.items() if raw[name]]
+    return "\n\n".join(parts) + "\n"
+
+
+def faults_part(found: list[Any]) -> str:
+    rows = []
+    for kind, where in KINDS:
+        of = [each for each in found if (each["kind"], each["where"]) == (kind, where)]
+        times = sorted(each["found_s"] for each in of if each["found_s"] is not None)
+        if of:
+            well = sum(each["code"] == 0 and each["same"] for each in of)
+            rows.append((kind, where, len(of), sum(each["named"] for each in of), figure(times, median), figure(times, max), well,
+                         sum(bool(each["orphans"]) for each in of)))
+    header = ("fault", "in", "n", "named", "found after s (median)", "most", "ended well (in main: same weights)", "with orphans")
+    text = "## Faults\n\n" + markdown_table(header, rows)
+    restarts = [each for one in found for each in one["incidents"] if each["start_s"] is not None]
+    rows = []
+    for name, key in (("stop", "stop_s"), ("start: until torch is imported", "start_s"), ("load: until the first step", "load_s")):
+        times = sorted(each[key] for each in restarts)
+        rows.append((name, len(times), figure(times, median), figure(times, lambda times: times[int(0.95 * len(times))]), figure(times, max)))
+    return f"{text}\n\nRestarts, seconds:\n\n" + markdown_table(("part", "n", "median", "95 %", "most"), rows)
+
+
+def figure(times: list[float], of: Any) -> str:
+    return f"{of(times):.2f}" if times else ""
+
+
+def alarms_part(found: list[Any]) -> str:
+    total = {name: sum(each.get(name, 0) for each in found) for name in ("minutes", "pauses", "evaluations", "between", "compiled")}
+    return (f"## False alarms\n\n**{sum(bool(each['alarms']) for each in found)}** in {total['minutes']:.0f} minutes of {len(found)} jittered runs: "
+            f"{total['pauses']} pauses of 2 to 7 s, {total['evaluations']} evaluations of 12 to 45 s, {total['between']} gaps between epochs of 12 to 30 s, "
+            f"{total['compiled']} recompilations.")
+
+
+def kills_part(found: list[Any]) -> str:
+    return (f"## The supervisor killed outright\n\n{len(found)} kills, {sum(each['processes'] for each in found)} processes at those moments: "
+            f"**{sum(len(each['orphans']) for each in found)} left** three seconds later.")
+
+
+def told_part(found: list[Any]) -> str:
+    times = [each["took_s"] for each in found]
+    right = sum(each["code"] == 143 and each["saved"] and not each["orphans"] for each in found)
+    return (f"## SIGTERM\n\n{len(found)} signals: **{right}** with a save, exit code 143 and nothing left. It took {median(times):.2f} s (median), "
+            f"{max(times):.2f} s at most.")
+
+
+def overhead_part(it: dict[str, Any]) -> str:
+    rounds = sum(len(one["rounds"]) for one in it["processes"])
+    return (f"## Cost\n\nA step of {it['plain_us'] / 1000:.2f} ms: {spell(it['cost_us'], 1)} us, {it['cost_us']['median'] / it['plain_us']:+.3%} "
+            f"(goal: 0.1 %); A/A {spell(it['aa_us'], 1)} us; {len(it['processes'])} processes, {rounds} rounds. "
+            f"The supervisor and its keeper together take {median(it['memory_kib']) / 1024:.1f} MiB (goal: 20).")
+
+
+PARTS = {"faults": faults_part, "alarms": alarms_part, "kills": kills_part, "told": told_part, "overhead": overhead_part}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=0, help="so many faults")
+    parser.add_argument("--alarms", type=int, default=0, metavar="RUNS", help="so many jittered runs")
+    parser.add_argument("--minutes", type=float, default=10, help="of each jittered run")
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--told", type=int, default=0, metavar="SIGNALS")
+    parser.add_argument("--overhead", type=float, default=0, metavar="SECONDS", help="of each of --processes processes")
+    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--at-once", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    made = stamp()
+    before = read_result("supervise", made, args.out)
+    raw: dict[str, Any] = {name: before.get(name, []) for name in ("faults", "alarms", "kills", "told", "overhead")}
+    seeds = lambda count: range(args.first_seed, args.first_seed + count)  # noqa: E731
+
+    def keep(name: str, found: list[Any]) -> None:
+        new = {each["seed"] for each in found}
+        raw[name] = [each for each in raw[name] if each["seed"] not in new] + found
+
+    with ThreadPoolExecutor(args.at_once) as pool:
+        if args.overhead:
+            raw["overhead"] = overhead(args.overhead, args.processes)
+        if args.faults:
+            plain = undisturbed()
+            keep("faults", list(pool.map(lambda seed: faulted(seed, plain), seeds(args.faults))))
+        if args.kills:
+            keep("kills", list(pool.map(killed, seeds(args.kills))))
+        if args.told:
+            keep("told", list(pool.map(told, seeds(args.told))))
+        if args.alarms:
+            keep("alarms", list(pool.map(lambda seed: alarmed(seed, args.minutes), seeds(args.alarms))))
+    text = page(raw)
+    write_result("supervise", made, text, raw, folder=args.out)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
