@@ -231,22 +231,24 @@ def main() -> None:
     raw: dict[str, Any] = {name: before.get(name, []) for name in ("faults", "alarms", "kills", "told", "overhead")}
     seeds = lambda count: range(args.first_seed, args.first_seed + count)  # noqa: E731
 
-    def keep(name: str, found: list[Any]) -> None:
-        new = {each["seed"] for each in found}
-        raw[name] = [each for each in raw[name] if each["seed"] not in new] + found
+    def keep(name: str, ran: Any) -> None:
+        """As they come: a campaign that is cut off keeps what it has."""
+        for one in ran:
+            raw[name] = [each for each in raw[name] if each["seed"] != one["seed"]] + [one]
+            write_result("supervise", made, page(raw), raw, folder=args.out)
 
     with ThreadPoolExecutor(args.at_once) as pool:
         if args.overhead:
             raw["overhead"] = overhead(args.overhead, args.processes)
         if args.faults:
             plain = undisturbed()
-            keep("faults", list(pool.map(lambda seed: faulted(seed, plain), seeds(args.faults))))
+            keep("faults", pool.map(lambda seed: faulted(seed, plain), seeds(args.faults)))
         if args.kills:
-            keep("kills", list(pool.map(killed, seeds(args.kills))))
+            keep("kills", pool.map(killed, seeds(args.kills)))
         if args.told:
-            keep("told", list(pool.map(told, seeds(args.told))))
+            keep("told", pool.map(told, seeds(args.told)))
         if args.alarms:
-            keep("alarms", list(pool.map(lambda seed: alarmed(seed, args.minutes), seeds(args.alarms))))
+            keep("alarms", pool.map(lambda seed: alarmed(seed, args.minutes), seeds(args.alarms)))
     text = page(raw)
     write_result("supervise", made, text, raw, folder=args.out)
     print(text)
