@@ -198,9 +198,9 @@ def kills_part(found: list[Any]) -> str:
 
 def told_part(found: list[Any]) -> str:
     times = [each["took_s"] for each in found]
-    right = sum(each["code"] == 143 and each["saved"] and not each["orphans"] for each in found)
-    return (f"## SIGTERM\n\n{len(found)} signals: **{right}** with a save, exit code 143 and nothing left. It took {median(times):.2f} s (median), "
-            f"{max(times):.2f} s at most.")
+    right = sum(each["code"] in (143, -signal.SIGTERM) and each["saved"] and not each["orphans"] for each in found)
+    return (f"## SIGTERM\n\n{len(found)} signals: **{right}** with a save, exit code 143 as a shell says it, and nothing left. "
+            f"It took {median(times):.2f} s (median), {max(times):.2f} s at most.")
 
 
 def overhead_part(it: dict[str, Any]) -> str:
