@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pty
 import random
 import re
 import shutil
@@ -33,6 +34,7 @@ SITE = HERE / "programs" / "rescue_site"
 COST = HERE / "programs" / "rescue_cost.py"
 HOW = {"SIGTERM": signal.SIGTERM, "exception": signal.SIGUSR2, "SIGKILL": signal.SIGKILL}
 FIRST_SAVE_S, END_S, TRACE_S = 180.0, 60.0, 420.0
+TERMINAL = pty.openpty()[1]  # some scripts ask it for its size as they are imported
 SIZES = {"0.3 ms": (32, 1), "2 ms": (256, 8), "20 ms": (1024, 12)}  # name -> width, layers
 
 
@@ -65,7 +67,7 @@ def ended(script: dict[str, Any], folder: Path, place: Path, how: str, rng: rand
     shutil.rmtree(folder / ".flatout", ignore_errors=True)
     command = [sys.executable, "-m", "flatout", "run", "--plan", "none", "--rescue", *script["argv"]]
     with open(place / f"{how}.out", "wb") as out, open(place / f"{how}.err", "wb") as err:
-        process = subprocess.Popen(command, cwd=folder, env=environment(script, RESCUE_FAILS="1"), stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+        process = subprocess.Popen(command, cwd=folder, env=environment(script, RESCUE_FAILS="1"), stdin=TERMINAL, stdout=out, stderr=err,
                                    start_new_session=True)
         try:
             if not wait_for(lambda: list(folder.glob(".flatout/*/rescue/step-*")) or process.poll() is not None, FIRST_SAVE_S) or process.poll() is not None:
@@ -102,7 +104,7 @@ def undisturbed(script: dict[str, Any], folder: Path, place: Path, count: int, b
     trace = place / "trace"
     more = {"RESCUE_TRACE": str(trace), "RESCUE_COUNT": str(count), **({"RESCUE_BY_HAND": "1"} if by_hand else {})}
     with open(place / "trace.out", "wb") as out:
-        process = subprocess.Popen(script["argv"], cwd=folder, env=environment(script, **more), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+        process = subprocess.Popen(script["argv"], cwd=folder, env=environment(script, **more), stdin=TERMINAL, stdout=out, stderr=out,
                                    start_new_session=True)
         wait_for(lambda: process.poll() is not None, TRACE_S)
         end(process)
@@ -113,7 +115,7 @@ def loaded(script: dict[str, Any], folder: Path, place: Path, how: str) -> set[s
     """The weights of the script in a fresh process after the printed lines."""
     lines = place / f"{how}.py"
     with open(place / f"{how}.loading", "wb") as out:
-        process = subprocess.Popen(script["argv"], cwd=folder, env=environment(script, RESCUE_LOAD=str(lines)), stdin=subprocess.DEVNULL, stdout=out,
+        process = subprocess.Popen(script["argv"], cwd=folder, env=environment(script, RESCUE_LOAD=str(lines)), stdin=TERMINAL, stdout=out,
                                    stderr=out, start_new_session=True)
         wait_for(lambda: process.poll() is not None, FIRST_SAVE_S)
         end(process)

@@ -64,6 +64,7 @@ class Scene:
         self._filter: Any = None
         self._root_hooks: dict[int, list[Any]] = {}
         self.asleep = False
+        self._unseen = False
         self.then: Callable[[], None] | None = None
 
     # -- what was found ---------------------------------------------------------------------------------------------
@@ -242,8 +243,22 @@ class Scene:
             self.listener = Listener()
 
     def listen_for(self, listener: Listener) -> None:
-        """From now on for this listener alone."""
-        self.listener = Guarded(listener)
+        """From now on for this listener alone. A compiler does not see our hooks: it would trace what they do, and break its graphs there."""
+        self.listener, self._unseen = Guarded(listener), True
+        for root in self.roots:
+            compiled = getattr(root, "_compiled_call_impl", None)
+            if compiled is not None:  # by module.compile(): hooks are inside what is compiled
+                self.ledger.set(root, "_compiled_call_impl", self._heard_from_outside(root, compiled))
+
+    def _heard_from_outside(self, root: Any, compiled: Callable) -> Callable:
+        module = weakref.ref(root)
+
+        @wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._root_begins(module(), args, kwargs)
+            return compiled(*args, **kwargs)
+
+        return call
 
     def rest(self) -> None:
         """Stop listening, for good: what stays costs two flag tests a step. Levers, and rules for loaders, stay.
@@ -305,6 +320,8 @@ class Scene:
 
     def _root_begins(self, module: Any, args: tuple, kwargs: dict) -> None:
         torch = self.torch
+        if self._unseen and torch.compiler.is_compiling():
+            return
         if self.asleep or not torch.is_grad_enabled():
             return
         if self.boundaries.forward_or_backward_begins():
@@ -315,6 +332,8 @@ class Scene:
         self._do_then()
 
     def _root_ends(self, module: Any, args: tuple, output: Any) -> None:
+        if self._unseen:  # nobody waits for the end of a forward pass
+            return
         if not self.asleep and self.torch.is_grad_enabled():
             self.listener.forward_end(module, output)
 

@@ -47,7 +47,9 @@ class Signals:
         return True
 
     def leave(self) -> None:
-        """The program's own handlers again, as it has set them."""
+        """The program's own handlers again, as it has set them. Elsewhere than in the main thread nothing can be set, and ours passes on as before."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         theirs, self._theirs = self._theirs, {}
         for number, handler in theirs.items():
             if self._get(number) == self._hear:

@@ -58,6 +58,8 @@ class Attached(Listener):
 
     def broke(self, error: Exception) -> None:
         say(f"flatout made a mistake ({type(error).__name__}: {error}) and leaves the program alone from here")
+        if self.rescue is not None:
+            self.rescue.leave()
         self.scene.rest()
 
     def step_end(self) -> None:

@@ -55,7 +55,8 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
     watched = supervision.supervision(elsewhere)
     place = places.place_of(elsewhere, asked)
     if place is not None and place.cluster in ("slurm", "k8s"):
-        options = [*(["--plan", plan_path] if plan_path is not None else []), *(f"--with={in_words(choice)}" for choice in chosen)]
+        options = [*(["--plan", plan_path] if plan_path is not None else []), *(f"--with={in_words(choice)}" for choice in chosen),
+                   *(["--rescue"] if rescue else [])]
         return places.go(place, cmd, os.environ, options)
     facts = look()
     if asked.shard == "always" and not asked.several and place is None:

@@ -61,10 +61,14 @@ class Rescue(Listener):
 
     def broke(self, error: Exception) -> None:
         """A mistake of ours: the program goes on, and what was kept stays."""
+        self.say(f"flatout made a mistake ({type(error).__name__}: {error}), and nothing more is kept of this program")
+        self.leave()
+        self.scene.rest()
+
+    def leave(self) -> None:
+        """Keep nothing from here on; signals are the program's alone again."""
         self._active = False
         self.signals.leave()
-        self.say(f"flatout made a mistake ({type(error).__name__}: {error}), and nothing more is kept of this program")
-        self.scene.rest()
 
     @property
     def active(self) -> bool:
@@ -86,8 +90,8 @@ class Rescue(Listener):
             self._step_begins()
 
     def backward_begin(self, losses: tuple) -> None:
-        if not self._inside:
-            self._step_begins()
+        if not self._inside:  # a forward pass that nobody has heard: of no module, or inside a compiled function
+            self._step_begins(late=True)
 
     def backward_end(self) -> None:
         if self._active:
@@ -109,8 +113,11 @@ class Rescue(Listener):
                 self._remind(self._pending, SETTLING_S)
             self._due = self.saver.due(self.scene.steps) if self.saver is not None else seconds() >= self._retry_s
 
-    def _step_begins(self) -> None:
-        """All of the step before is done."""
+    def _step_begins(self, late: bool = False) -> None:
+        """All of the step before is done; ``late``: something of this one, too."""
+        if self.torch.compiler.is_compiling():
+            return  # a hook that is being compiled with the model: the backward pass will be heard
+        self._inside = late
         if self._active and self._due and self._pending is None:
             self._due = False
             self._save("interval", sys._getframe(1))
@@ -125,27 +132,32 @@ class Rescue(Listener):
     def _save(self, why: str, frame: FrameType | None, last: bool = False, ended: bool = False) -> bool:
         """Of the state as it is. ``last``: the training does not go on before it is written; ``ended``: it does not go on at all. Whether there is a save of it
         now, or will be."""
-        assert self.belongings is not None
         self._saving = True
         try:
-            if self.saver is None and not self._opened():
-                return False
-            assert self.saver is not None
-            began_s = seconds()
-            self.signals.look_again()
-            self.belongings.look(frame)
-            if self.belongings.divided:
-                self._active = False
-                self.say("rescue: the weights of this program lie in parts on its ranks, and nothing is kept of them. Save them in the script.")
-                return False
-            step, packed, told = self._packed(why, ended)
-            self._begun_step, self._leaving = step, None
-            if last:
-                return self.saver.save_now(step, packed, told) is not None
-            self.saver.save(step, packed, told, began_s)
-            return True
+            dynamo = sys.modules.get("torch._dynamo")
+            keep = self._keep if dynamo is None else dynamo.disable(self._keep)  # where functions are being compiled, ours are not
+            return bool(keep(why, frame, last, ended))
         finally:
             self._saving = False
+
+    def _keep(self, why: str, frame: FrameType | None, last: bool, ended: bool) -> bool:
+        assert self.belongings is not None
+        if self.saver is None and not self._opened():
+            return False
+        assert self.saver is not None
+        began_s = seconds()
+        self.signals.look_again()
+        self.belongings.look(frame)
+        if self.belongings.divided:
+            self._active = False
+            self.say("rescue: the weights of this program lie in parts on its ranks, and nothing is kept of them. Save them in the script.")
+            return False
+        step, packed, told = self._packed(why, ended)
+        self._begun_step, self._leaving = step, None
+        if last:
+            return self.saver.save_now(step, packed, told) is not None
+        self.saver.save(step, packed, told, began_s)
+        return True
 
     def _packed(self, why: str, ended: bool = False) -> tuple[int, Packed, dict[str, Any]]:
         """The steps that are done, their state, and what is told of it."""
