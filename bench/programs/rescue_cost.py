@@ -1,7 +1,8 @@
 """One process under `flatout run --rescue` in which what hears its steps is taken off and put on again: what keeping costs, without the luck of two processes.
 
-Rounds of four blocks of steps: off, on, on, off. Short blocks, in which no save is made, show what the hooks cost; long ones with saves at their intervals show
-the whole. Prints one JSON line: the mean step of each block, in microseconds.
+Rounds of four blocks of steps: off, on, on, off; no save is made meanwhile. Then it trains with saves at their intervals. Prints one JSON line: the median
+step of each block, in microseconds of its thread's processor time, and the share of the time that saves took: what the training waited and what the writing
+thread worked.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import statistics
 import time
 
 import torch
-from step_loop import make, steps
+from step_loop import make
 
 from flatout.engine.rescue import Rescue
 
@@ -44,40 +45,52 @@ class Switch:
             raise SystemExit("flatout is not where it should be")
 
 
+def steps(model, optimizer, data, fewest):
+    """Processor time of each step, in seconds: who else is on the machine moves it little."""
+    lengths, before = [], time.thread_time()
+    while len(lengths) < fewest:
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+        now = time.thread_time()
+        lengths.append(now - before)
+        before = now
+    return lengths
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=20.0, help="how long to measure each of the two")
     args = parser.parse_args()
+    torch.set_num_threads(1)
     data = torch.randn(32, args.width)
-    model, optimizer = make(args.layers, args.width)
+    model = make(args.layers, args.width)[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    length = statistics.median(steps(model, optimizer, data, 1.0))
+    length = statistics.median(steps(model, optimizer, data, 30))
     rescue = next(thing for thing in gc.get_objects() if isinstance(thing, Rescue))
     if not rescue.active or rescue.saver is None or rescue.scene.asleep:
         raise SystemExit("nothing is kept of this program")
     switch, saver = Switch(rescue), rescue.saver
     saver.wait()
-
-    def rounds(block_s, seconds, average):
-        found, start = [], time.perf_counter()
-        count = max(5, round(block_s / length))
-        while time.perf_counter() - start < seconds or len(found) < 2:
-            times = []
-            for on in (False, True, True, False):
-                switch(on)
-                steps(model, optimizer, data, fewest=3)
-                times.append(1e6 * average(steps(model, optimizer, data, fewest=count)))
-            found.append([round(each, 2) for each in times])
-        return found
-
     saver.every = NEVER
-    short = rounds(SHORT_S, args.seconds, statistics.median)
-    saver.every, before = None, saver.cost.saves
-    long = rounds(max(1.0, 20 * length), 2 * args.seconds, statistics.fmean)
+    count, found, start = max(5, round(SHORT_S / length)), [], time.perf_counter()
+    while time.perf_counter() - start < args.seconds or len(found) < 3:
+        times = []
+        for on in (False, True, True, False):
+            switch(on)
+            steps(model, optimizer, data, 3)
+            times.append(round(1e6 * statistics.median(steps(model, optimizer, data, count)), 2))
+        found.append(times)
     switch(True)
-    print(json.dumps({"short": short, "long": long, "saves": saver.cost.saves - before, "waited_s": saver.cost.waited_s, "worked_s": saver.cost.worked_s}))
+    saver.every, cost = None, saver.cost
+    before, start = (cost.saves, cost.waited_s + cost.worked_s), time.perf_counter()
+    while time.perf_counter() - start < 2 * args.seconds:
+        steps(model, optimizer, data, 3)
+    saver.wait()
+    wall_s = time.perf_counter() - start
+    print(json.dumps({"rounds": found, "saves": cost.saves - before[0], "share": (cost.waited_s + cost.worked_s - before[1]) / wall_s}))
 
 
 if __name__ == "__main__":
