@@ -56,6 +56,7 @@ class Life:
                 self._live(folder, store, rank)
             self.left[pid] = rank
         self.pids = list(self.left)
+        self.codes: dict[int, int] = {}
 
     def _live(self, folder: Path, store: str, rank: int) -> None:
         code = 1
@@ -78,8 +79,9 @@ class Life:
         """Whether all ranks have ended by themselves before that moment."""
         while self.left:
             for pid in list(self.left):
-                if os.waitpid(pid, os.WNOHANG)[0]:
-                    del self.left[pid]
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    self.codes[self.left.pop(pid)] = os.waitstatus_to_exitcode(status)
             if self.left and time.monotonic() > until_s:
                 return False
             time.sleep(0.002)
@@ -123,19 +125,16 @@ def undisturbed(setting: Any, scratch: Path) -> tuple[list[str], float, str]:
     return said, time.monotonic() - began, wrong
 
 
-def training(seed: int, spawn: bool, scratch: Path) -> dict[str, Any]:
-    """One training, killed until it is done."""
-    from resuming import drawn
-
-    setting = drawn(seed, spawn)
-    draw = random.Random(f"kills {seed}")
+def training(setting: Any, scratch: Path, most: int = MOST_LIVES) -> dict[str, Any]:
+    """One training, killed until it is done, or so often at most."""
+    draw = random.Random(f"kills {setting.seed}")
     expected, whole_s, wrong = undisturbed(setting, scratch)
     folder = Path(tempfile.mkdtemp(dir=scratch))
     kills, lost, began_anew, longest = 0, [], 0, LONGEST_LIFE_S if setting.start == "fork" else 12.0
     before: int | None = None
     while not wrong:
         life = Life(setting, folder, scratch)
-        last = kills >= MOST_LIVES
+        last = kills >= most
         ended = life.wait(time.monotonic() + (PATIENCE_S if last else draw.uniform(0.0, longest)))
         if not ended:
             life.kill(draw)
@@ -148,7 +147,8 @@ def training(seed: int, spawn: bool, scratch: Path) -> dict[str, Any]:
         said = [path.read_text() for path in life.out]
         life.end()
         if ended:
-            wrong = next((each for each in said if each.startswith("error")), "") or ("" if said == expected else "other bits")
+            wrong = next((each for each in said if each.startswith("error")), "") or (f"exit codes {life.codes}" if any(life.codes.values()) else "")
+            wrong = wrong or ("" if said == expected else "other bits")
             break
         if last:
             wrong = "it hangs"
@@ -161,12 +161,14 @@ def training(seed: int, spawn: bool, scratch: Path) -> dict[str, Any]:
 
 def campaign(number: int, seeds: Iterator[int], kills: int, spawn_every: int, out: Path, scratch: Path) -> None:
     """In a process of its own: until its share of kills is done. A line of JSON for each training."""
+    from resuming import drawn
+
     done = 0
     with out.open("w") as file:
         for at, seed in enumerate(seeds):
             if done >= kills:
                 return
-            record = training(seed, at % spawn_every == spawn_every - 1, scratch)
+            record = training(drawn(seed, at % spawn_every == spawn_every - 1), scratch)
             done += record["kills"]
             print(json.dumps(record), file=file, flush=True)
             print(f"[{number}] {done} of {kills} kills, seed {seed}: {record['wrong'][-300:] or 'the same bits'}", flush=True)

@@ -142,6 +142,7 @@ def course(reading, epochs, training, at=None):
                 packed = pack(torch, reading.place())
                 assert packed.left_out == {}
                 place = unpack(torch, json.loads(json.dumps(packed.tree)), {name: tensor.clone() for name, tensor in packed.tensors.items()})
+        reading.over()
     return seen, place, draw()
 
 

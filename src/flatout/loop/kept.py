@@ -40,10 +40,11 @@ class Kept:
         """Where something is not as it was saved. Raises SaveError where the state is of another training."""
         loop = self.loop
         self._load("model", self.model, state["model"])
-        self.put_back_buffers(state["buffers"])
-        for name, module in self.model.named_modules():
-            module.training = name not in state["modes"]
-        self._load("optimizer", loop.optimizer, state["optimizer"])
+        for of, whole in self._modules().items():
+            _copy_buffers(self.torch, whole, state["buffers"].get(of, {}))
+            for name, module in whole.named_modules():
+                module.training = name not in state["modes"].get(of, ())
+        self._load("optimizer", loop.optimizer, _owned(self.torch, state["optimizer"]))
         if hasattr(loop.scheduler, "state_dict") != (state["scheduler"] is not None):
             raise SaveError("the training was saved with a scheduler and has none now, or the other way round. Make it as it was, name another folder, or say "
                             "fresh=True.")
@@ -53,7 +54,7 @@ class Kept:
             if name not in self.also:
                 raise SaveError(f"the training was saved with also={{{name!r}: ...}}, and has none of that name now. Give it, name another folder, or say "
                                 "fresh=True.")
-            self._load(f"also[{name!r}]", self.also[name], value)
+            self._load(f"also[{name!r}]", self.also[name], _owned(self.torch, value))
         loop.precision.load_state(state["precision"])
         loop.micro_batches.load_state(state["micro_batches"])
         sized = state["sized"]
@@ -72,11 +73,7 @@ class Kept:
         return dict(self.model.named_buffers())
 
     def put_back_buffers(self, buffers: Mapping[str, Any]) -> None:
-        own = dict(self.model.named_buffers())
-        with self.torch.no_grad():
-            for name, value in buffers.items():
-                if name in own and own[name].shape == value.shape:
-                    own[name].copy_(value)
+        _copy_buffers(self.torch, self.model, buffers)
 
     def _load(self, what: str, thing: Any, state: Any) -> None:
         try:
@@ -86,13 +83,38 @@ class Kept:
             raise SaveError(f"the save does not fit the {what} of this training: {said}. If it is of another training, name another folder, or say fresh=True, "
                             "which puts it aside.") from error
 
+    def _modules(self) -> dict[str, Any]:
+        """The model and what else is a module, the averages of its weights for instance."""
+        return {"model": self.model, **{f"also {name}": thing for name, thing in self.also.items() if isinstance(thing, self.torch.nn.Module)}}
+
     def _buffers(self) -> dict[str, Any]:
         """Those that a state_dict leaves out."""
-        stored = set(self.model.state_dict(keep_vars=True))
-        return {name: buffer for name, buffer in self.model.named_buffers() if name not in stored}
+        found = {}
+        for of, whole in self._modules().items():
+            stored = set(whole.state_dict(keep_vars=True))
+            found[of] = {name: buffer for name, buffer in whole.named_buffers() if name not in stored}
+        return found
 
-    def _modes(self) -> list[str]:
-        return [name for name, module in self.model.named_modules() if not module.training]
+    def _modes(self) -> dict[str, list[str]]:
+        """Modules that are not in training."""
+        return {of: [name for name, module in whole.named_modules() if not module.training] for of, whole in self._modules().items()}
+
+
+def _copy_buffers(torch: Any, module: Any, buffers: Mapping[str, Any]) -> None:
+    own = dict(module.named_buffers())
+    with torch.no_grad():
+        for name, value in buffers.items():
+            if name in own and own[name].shape == value.shape:
+                own[name].copy_(value)
+
+
+def _owned(torch: Any, state: Any) -> Any:
+    """With tensors of its own: an optimizer takes those that it is given, and these are views of a file."""
+    if isinstance(state, torch.Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: _owned(torch, value) for key, value in state.items()}
+    return [_owned(torch, value) for value in state] if type(state) is list else state
 
 
 def _compare(torch: Any, saved: Any, now: Any, where: str, differs: Callable[[str], None]) -> None:

@@ -190,6 +190,8 @@ class Loop:
             if not seen:
                 raise LoopError("the loader gave no batch. An iterator can be gone through only once: give the loader itself, not iter(loader).")
             self.epoch += 1
+            if saving is not None:
+                saving.reading.over()
         self.settle()
 
     def __repr__(self) -> str:

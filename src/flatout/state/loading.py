@@ -106,7 +106,7 @@ class Reading:
         """The batches of one epoch, or the rest of the one that was sought."""
         place, self._sought = self._sought, None
         within = place is not None and place["begun"]
-        self.given = place["given"] if place is not None and within else 0
+        self.begun, self.given = False, place["given"] if place is not None and within else 0
         iterator = self._iterator(place, within)
         self.begun = True
         if place is not None and within:
@@ -114,6 +114,9 @@ class Reading:
         while (batch := self._next(iterator)) is not NONE_LEFT:
             self.given += 1
             yield batch
+
+    def over(self) -> None:
+        """The epoch has ended for whoever goes through it: the next one begins anew. Until then its place is behind its last batch."""
         self.begun, self.given = False, 0
 
     def _iterator(self, place: dict[str, Any] | None, within: bool) -> Iterator[Any]:

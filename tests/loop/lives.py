@@ -1,0 +1,67 @@
+"""Lives of trainings, forked from one process that has torch, and ended: killed at random, or asked to end by signals. Prints what came of them as JSON."""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+BENCH = Path(__file__).parent.parent.parent / "bench"
+sys.path[:0] = [str(BENCH), str(BENCH / "programs")]
+
+import resume  # noqa: E402
+from resuming import Setting, Told, live  # noqa: E402
+
+KILLED = Setting(3, workers=2, start="fork", persistent=True, shuffle=True, augment=True, accumulate=2, ranks=1, every=1, optimizer="AdamW", clip=True, epochs=2)
+SETTINGS = [KILLED, replace(KILLED, seed=4, workers=0, accumulate=1, every=4, optimizer="SGD"), replace(KILLED, seed=5, workers=0, accumulate=1, ranks=2)]
+
+
+def asked(scratch, numbers, own_handler=False, ranks=1):
+    """A training that these signals are sent to, to its last rank, as soon as it steps: exit codes, the step of the newest save, the steps that were done,
+    what a handler of the program's own has written, and whether a second start ends with the bits of an undisturbed run."""
+    setting = replace(KILLED, seed=6, workers=0, accumulate=1, every=0, ranks=ranks, epochs=60)
+    folder, told, store = Path(tempfile.mkdtemp(dir=scratch)), Told(ranks), tempfile.mktemp(dir=scratch)
+    handled = Path(tempfile.mktemp(dir=scratch))
+    pids = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.dup2(os.open(os.devnull, os.O_RDWR), 2)
+                if own_handler:
+                    signal.signal(signal.SIGTERM, lambda *_: handled.write_text("handled"))
+                live(setting, folder, store, rank, told)
+                code = 0
+            except SystemExit as ended:
+                code = ended.code
+            except KeyboardInterrupt:
+                code = 99
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    while told.get(0, 0) < 7:
+        time.sleep(0.002)
+    began = time.monotonic()
+    for number in numbers:
+        os.kill(pids[-1], number)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    saves = sorted(int(path.name.split("-")[1]) for path in folder.glob("step-*"))
+    return {"codes": codes, "saved": saves[-1] if saves else None, "done": told.get(0, 0), "handled": handled.exists(), "seconds": time.monotonic() - began}
+
+
+def main():
+    resume.warm()
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        found = {"killed": [resume.training(setting, scratch, most=3) for setting in SETTINGS],
+                 "SIGTERM": asked(scratch, [signal.SIGTERM]), "own handler": asked(scratch, [signal.SIGTERM], own_handler=True),
+                 "SIGUSR1": asked(scratch, [signal.SIGUSR1]), "SIGINT": asked(scratch, [signal.SIGINT]),
+                 "two ranks": asked(scratch, [signal.SIGTERM], ranks=2)}
+    print(json.dumps(found))
+
+
+main()
