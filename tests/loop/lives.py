@@ -15,13 +15,14 @@ sys.path[:0] = [str(BENCH), str(BENCH / "programs")]
 import resume  # noqa: E402
 from resuming import Setting, Told, live  # noqa: E402
 
-KILLED = Setting(3, workers=2, start="fork", persistent=True, shuffle=True, augment=True, accumulate=2, ranks=1, every=1, optimizer="AdamW", clip=True, epochs=2)
+KILLED = Setting(3, workers=2, start="fork", persistent=True, shuffle=True, augment=True, accumulate=2, ranks=1, every=1, optimizer="AdamW", clip=True,
+                 epochs=2)
 SETTINGS = [KILLED, replace(KILLED, seed=4, workers=0, accumulate=1, every=4, optimizer="SGD"), replace(KILLED, seed=5, workers=0, accumulate=1, ranks=2)]
 
 
 def asked(scratch, numbers, own_handler=False, ranks=1):
     """A training that these signals are sent to, to its last rank, as soon as it steps: exit codes, the step of the newest save, the steps that were done,
-    what a handler of the program's own has written, and whether a second start ends with the bits of an undisturbed run."""
+    whether a handler of the program's own was called, and seconds until all have ended."""
     setting = replace(KILLED, seed=6, workers=0, accumulate=1, every=0, ranks=ranks, epochs=60)
     folder, told, store = Path(tempfile.mkdtemp(dir=scratch)), Told(ranks), tempfile.mktemp(dir=scratch)
     handled = Path(tempfile.mktemp(dir=scratch))

@@ -70,10 +70,11 @@ class Kept:
 
     def all_buffers(self) -> dict[str, Any]:
         """Of a rank beside the first: only parameters are the same on all of them."""
-        return dict(self.model.named_buffers())
+        return {of: dict(whole.named_buffers()) for of, whole in self._modules().items()}
 
     def put_back_buffers(self, buffers: Mapping[str, Any]) -> None:
-        _copy_buffers(self.torch, self.model, buffers)
+        for of, whole in self._modules().items():
+            _copy_buffers(self.torch, whole, buffers.get(of, {}))
 
     def _load(self, what: str, thing: Any, state: Any) -> None:
         try:

@@ -1,0 +1,258 @@
+"""A training that goes on from its saves ends with the bits of one that was never interrupted; every part of a save is needed for that; and what is said."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.utils.data import DataLoader, Dataset  # noqa: E402
+
+import flatout  # noqa: E402
+from flatout.loop import saving  # noqa: E402
+from flatout.plan.errors import LoopError, SaveError, StorageError  # noqa: E402
+
+LIVES = Path(__file__).with_name("lives.py")
+
+
+class Data(Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        x = torch.randn(6) * 0.1 + index / 20 + random.random() + np.random.rand()
+        return x, x.sum()
+
+
+def loss_fn(model, batch):
+    return nn.functional.mse_loss(model(batch[0]).squeeze(1).float(), batch[1])
+
+
+def made(folder, learning_rate=0.01, data=None, batch=2, model=None, **more):
+    flatout.seed(0)
+    model = model or nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1))
+    model[0].register_buffer("noise", torch.zeros(2), persistent=False)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+    loader = DataLoader(data or Data(), batch, shuffle=True)
+    arguments = {"epochs": 3, "scheduler": scheduler, "effective_batch": 4, "allow_inexact": True, "save_every": 1, "also": {"average": average}, **more}
+    return flatout.Loop(model, optimizer, loss_fn, loader, saves=folder, **arguments), average
+
+
+def train(folder, until=None, **more):
+    """The Loop, and a digest of all that it has learned and of where its random numbers stand. ``until``: as if it were killed inside the step after."""
+    loop, average = made(folder, **more)
+    for step in loop:
+        if step.index == until:
+            break
+        average.update_parameters(loop.model)
+        loop.model[0].noise.add_(torch.rand(2))
+        if step.index == 2:
+            loop.model[1].eval()
+    digest = hashlib.sha256()
+    for tensor in [*loop.model.parameters(), *loop.model.buffers(), *average.parameters(), *average.buffers()]:
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for state in loop.optimizer.state_dict()["state"].values():
+        digest.update(repr([value.tolist() for value in state.values()]).encode())
+    digest.update(repr([loop.scheduler.get_last_lr(), loop.precision.state()["scaler"], torch.get_rng_state().tolist(), random.getstate()]).encode())
+    digest.update(repr(np.random.get_state()[1].tolist()).encode())
+    return loop, digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return {precision: train(tmp_path_factory.mktemp("whole") / "saves", precision=precision)[1] for precision in ("float32", "fp16")}
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp16"])
+def test_interrupted_again_and_again_it_ends_with_the_same_bits(tmp_path, undisturbed, precision):
+    """In the middle of epochs, at their ends, and when it has ended: that does nothing more."""
+    for until in (1, 5, 6, 10, 13):
+        loop, _ = train(tmp_path, until, precision=precision)
+    assert loop.resumed.exact
+    last, digest = train(tmp_path, precision=precision)
+    assert digest == undisturbed[precision]
+    assert last.resumed.step == 13
+    again, digest = train(tmp_path, precision=precision)
+    assert digest == undisturbed[precision], "a training that had ended"
+    assert (again.resumed.step, again.index) == (15, 15)
+
+
+def test_more_epochs_than_it_was_made_for(tmp_path):
+    assert train(tmp_path / "a", epochs=2)[0].index == 10
+    longer, digest = train(tmp_path / "a")
+    assert longer.index == 15
+    assert train(tmp_path / "b")[1] == digest
+
+
+PARTS = [("model", "0.weight"), ("model", "1.running_mean"), ("buffers", "model"), ("modes", "model"), ("optimizer", "state"), ("optimizer", "param_groups"),
+         ("scheduler",), ("also", "average"), ("place", "given"), ("place", "began"), ("place", "now"), ("loop", "index"), ("loop", "epoch"),
+         ("precision", "scaler")]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A training of which one step was saved, and another of which eight were."""
+    folders = {steps: tmp_path_factory.mktemp("begun") / f"{steps}" for steps in (1, 8)}
+    for steps, folder in folders.items():
+        train(folder, steps, precision="fp16", save_every=steps)
+    return folders
+
+
+@pytest.mark.parametrize("part", PARTS, ids=".".join)
+def test_nothing_of_a_save_can_be_left_out(tmp_path, monkeypatch, begun, undisturbed, part):
+    """One part is that of the first step, as if it had not been stored; then the bits differ."""
+    import shutil
+
+    shutil.copytree(begun[8], tmp_path / "saves")
+    donor = flatout.state.saves.Saves(begun[1]).newest()[0].read(torch)
+    really = saving.parts_of
+
+    def spoiled(*args):
+        state, own, _, words = really(*args)
+        at, given = state, donor
+        for name in part[:-1]:
+            at, given = at[name], given[name]
+        at[part[-1]] = given[part[-1]]
+        return state, own, state["place"], words
+
+    monkeypatch.setattr(saving, "parts_of", spoiled)
+    loop, digest = train(tmp_path / "saves", precision="fp16")
+    assert loop.resumed.step == 8
+    assert digest != undisturbed["fp16"]
+
+
+def test_what_differs_is_said_and_nothing_is_claimed(tmp_path, caplog):
+    train(tmp_path, 3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.raises(LoopError, match=r"cannot be gone on from exactly: threads: 1 when it was saved, 2 now.*fresh=True"):
+            made(tmp_path, on_drift="stop", clip=1.0)
+        with caplog.at_level(logging.INFO, "flatout"):
+            loop, _ = made(tmp_path, batch=4, effective_batch=None, clip=1.0)
+    finally:
+        torch.set_num_threads(threads)
+    assert not loop.resumed.exact
+    for words in ("not bit for bit", "clip: unknown when it was saved, 1.0 now", "batch size of the loader: 2 when it was saved, 4 now",
+                  "batches in an epoch: 10 when it was saved, 5 now"):
+        assert words in caplog.text
+    loop.close()
+
+
+def test_saves_that_cannot_be_believed(tmp_path, caplog):
+    """The newest goes aside; where none is left nothing begins anew, unless that is asked for, and then all of them stay."""
+    loop, _ = train(tmp_path, 5)
+    newest = max(tmp_path.glob("step-*"))
+    content = bytearray((newest / "tensors.safetensors").read_bytes())
+    content[-1] ^= 1
+    (newest / "tensors.safetensors").write_bytes(content)
+    loop, _ = made(tmp_path)
+    assert loop.resumed.step == 4
+    assert [path.parent.name for path in loop.resumed.damaged] == ["damaged"]
+    assert "its digest differs" in caplog.text
+    with pytest.raises(StorageError, match=r"keeps saves in .* already"):
+        made(tmp_path)
+    loop.close()
+    for path in tmp_path.glob("step-*"):
+        (path / "manifest.json").write_text("{}")
+    with pytest.raises(SaveError, match="can be believed"):
+        made(tmp_path)
+    loop, _ = made(tmp_path, fresh=True)
+    assert loop.resumed is None
+    assert list((tmp_path / "before-1").glob("step-*"))
+    loop.close()
+
+
+def test_a_spoiled_model_is_not_written_over_a_good_one(tmp_path, caplog):
+    loop, _ = made(tmp_path, on_nan="ignore", steps=4)
+    for step in loop:
+        if step.index == 1:
+            with torch.no_grad():
+                loop.model[0].weight[0, 0] = float("nan")
+    assert "model.0.weight is not finite. Earlier saves stay." in caplog.text
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000001"]
+
+
+def test_what_cannot_be_stored_is_named(tmp_path):
+    class Odd:
+        def state_dict(self):
+            return {"name": object(), "count": 3}
+
+        def load_state_dict(self, state):
+            pass
+
+    assert train(tmp_path, 2, also={"odd": Odd()})[0].resumed is None
+    loop, _ = made(tmp_path, also={"odd": Odd()})
+    assert not loop.resumed.exact
+    assert "also.odd.name (object) was not stored" in loop.resumed.inexact
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "words"),
+    [({"model": nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1))}, SaveError, "does not fit the model of this training"),
+     ({"scheduler": None}, SaveError, "saved with a scheduler and has none now"),
+     ({"also": None}, SaveError, "has none of that name now"),
+     ({"also": {"average": 3}}, LoopError, "has state_dict and load_state_dict"),
+     ({"on_drift": "ignore"}, LoopError, 'it is "say" or "stop"'),
+     ({"save_every": 0}, LoopError, "a whole number from 1")],
+)
+def test_what_does_not_fit_is_refused(begun, tmp_path, more, error, words):
+    import shutil
+
+    shutil.copytree(begun[8], tmp_path / "saves")
+    with pytest.raises(error, match=words):
+        made(tmp_path / "saves", **{"precision": "fp16", **more})
+    made(tmp_path / "saves", precision="fp16")[0].close()  # whoever was refused does not hold the folder
+
+
+def test_saving_is_asked_for_without_a_folder():
+    with pytest.raises(LoopError, match="name a folder"):
+        made(None)
+
+
+def test_a_trial_goes_on_from_nothing_and_leaves_nothing(tmp_path, monkeypatch):
+    (tmp_path / "job.json").write_text(json.dumps({"entry": "flatout.trial.worker:attach"}))
+    monkeypatch.setenv("FLATOUT_JOB", str(tmp_path / "job.json"))
+    train(tmp_path / "saves", 2)
+    assert not (tmp_path / "saves").exists()
+
+
+@pytest.fixture(scope="module")
+def lives():
+    done = subprocess.run([sys.executable, str(LIVES)], capture_output=True, text=True, timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("number", range(3), ids=["loader workers", "a save every 4 steps", "two ranks"])
+def test_killed_at_random_moments_it_ends_with_the_same_bits(lives, number):
+    """Processes that are really killed, at moments drawn by a seed, until the training is done. No step is lost but the one under way, with a save each."""
+    found = lives["killed"][number]
+    assert found["wrong"] == ""
+    assert found["kills"] >= 1
+    assert all(lost <= (1 if found["every"] == 1 else 2 * found["every"]) for lost in found["lost"])
+
+
+@pytest.mark.parametrize(
+    ("name", "codes", "handled"),
+    [("SIGTERM", [143], False), ("own handler", [143], True), ("SIGUSR1", [138], False), ("SIGINT", [99], False), ("two ranks", [143, 143], False)],
+)
+def test_a_signal_ends_it_after_the_step_and_a_save(lives, name, codes, handled):
+    """99 is the program's own answer to KeyboardInterrupt. Of two ranks only one hears it."""
+    found = lives[name]
+    assert found["codes"] == codes
+    assert found["saved"] == found["done"] >= 7
+    assert found["handled"] is handled
