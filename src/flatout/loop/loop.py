@@ -124,15 +124,10 @@ class Loop:
             raise LoopError(f'on_drift={on_drift!r}: it is "say" or "stop".')
         if saves is None and (save_every is not None or also or fresh):
             raise LoopError("save_every=, also= and fresh= say how a training is saved, and it is not: name a folder, saves=\"saves\".")
+        every, plan = _positive("save_every", save_every), plan if plan == AUTO else plan_of(plan)
         if strange := {name: type(thing).__name__ for name, thing in (also or {}).items() if not hasattr(thing, "load_state_dict")}:
             raise LoopError(f"also={strange!r}: what is to be saved beside has state_dict and load_state_dict.")
         self._ranks = ranks_of(torch, model) if divided is None else None
-        self._saving: Saving | None = None
-        if saves is not None and not measured():
-            company = company_of(torch, model)
-            self._saving = Saving(torch, opened(Path(saves), fresh, company), _positive("save_every", save_every), on_drift, company)
-        if plan == AUTO and self._saving is not None and self._saving.plan is not None:
-            plan, effects = Plan.from_toml(self._saving.plan), None  # what was found is not searched for again
         rejoin = self._ranks.rejoin if self._ranks is not None else None
         self.precision = Precision(torch, precision, model, optimizer, self.device, self.parameters, rejoin is not None)
         training = Training(torch, model, model.module if rejoin is not None else model, optimizer, loss_fn, self.parameters, self.device, self.precision,
@@ -143,7 +138,13 @@ class Loop:
         watch = Watch(torch, self.device) if on_nan == "stop" and self.precision.scaler is None else None
         self._gradient = Gradient(training, self.micro_batches, self.metrics, reduction, allow_inexact, watch)
         self._update = Update(training, clip)
-        self._plan = Plan() if plan == AUTO else plan_of(plan)
+        self._saving: Saving | None = None
+        if saves is not None and not measured():
+            company = company_of(torch, model)
+            self._saving = Saving(torch, opened(Path(saves), fresh, company), every, on_drift, company)
+        if plan == AUTO and self._saving is not None and self._saving.plan is not None:
+            plan, effects = Plan.from_toml(self._saving.plan), None  # what was found is not searched for again
+        self._plan = plan if isinstance(plan, Plan) else Plan()
         self._levers = Levers(torch, self._plan, model, optimizer, loss_fn, loader) if plan == AUTO or self._plan.choices else None
         self._autoplan = self._tuned_by(effects) if plan == AUTO else None
         if effects is not None and self._autoplan is None:
