@@ -256,3 +256,15 @@ def test_a_signal_ends_it_after_the_step_and_a_save(lives, name, codes, handled)
     assert found["codes"] == codes
     assert found["saved"] == found["done"] >= 7
     assert found["handled"] is handled
+
+
+def test_the_program_of_the_page_does_what_the_page_says(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parent.parent.parent / "docs" / "exactness.md").read_text(encoding="utf-8")
+    program = page.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        exec(compile(program, "page", "exec"), {"__name__": "page"})
+    first, _, second = capsys.readouterr().out.partition("\n")
+    assert first == "96 steps"
+    assert "going on after step 96, in epoch" in second
+    assert ": exactly\n96 steps" in second

@@ -16,10 +16,9 @@ PARTS = ("model", "buffers", "modes", "optimizer", "scheduler", "also", "precisi
 class Kept:
     """``also``: what the program wants kept beside, by name, each with ``state_dict`` and ``load_state_dict``."""
 
-    def __init__(self, loop: Any, gradient: Gradient, update: Update, sizer: Sizer | None, also: Mapping[str, Any], divided: Any = None) -> None:
+    def __init__(self, loop: Any, gradient: Gradient, update: Update, sizer: Sizer | None, also: Mapping[str, Any]) -> None:
         self.loop, self.also, self.torch = loop, also, loop.torch
         self._gradient, self._update, self._sizer = gradient, update, sizer
-        self.divided = divided is not None  # each rank has a part of the model, or slices of its tensors
         parallel = isinstance(loop.model, loop.torch.nn.parallel.DistributedDataParallel)
         self.model = loop.model.module if parallel else loop.model  # one process can go on from a save of many
 

@@ -105,6 +105,7 @@ class Loop:
         self.device = self.parameters[0].device
         divided: TensorParallel | PipelineParallel | None = None
         if parallel is not None:
+            refused(saves=(saves, (None,)))
             refused(plan=(plan, (None,)), micro_batch=(micro_batch if micro_batch == "auto" else None, (None,)), precision=(precision, ("float32", "tf32")),
                     model=(type(model).__name__, {type(model).__name__} - {"DistributedDataParallel", "DataParallel"}))
             divided = (PipelineParallel(torch, model, optimizer, parallel, self.device, reduction, on_nan == "stop") if isinstance(parallel, Pipeline)
@@ -160,7 +161,7 @@ class Loop:
             settings = {"model": type(getattr(model, "module", model)).__name__, "optimizer": type(optimizer).__name__,
                         "scheduler": type(scheduler).__name__, "precision": precision, "clip": clip, "effective batch": effective_batch,
                         "micro-batch": micro_batch}
-            self.resumed = self._saving.attach(self, Kept(self, self._gradient, self._update, self._sizer, also or {}, divided), settings)
+            self.resumed = self._saving.attach(self, Kept(self, self._gradient, self._update, self._sizer, also or {}), settings)
         self._extras = self._around_a_step()
 
     def __iter__(self) -> Iterator[Step]:

@@ -13,17 +13,9 @@ from flatout.state.together import part_of
 ANEW = "fresh=True begins anew."
 
 
-def parts_of(torch: Any, save: Save, rank: int, ranks: int, divided: bool, shape: Mapping[str, Any]) -> tuple[dict, dict, dict, list[str]]:
+def parts_of(torch: Any, save: Save, rank: int, ranks: int, shape: Mapping[str, Any]) -> tuple[dict, dict, dict, list[str]]:
     """The state of the training, what this rank has of its own, the place in the data, and why all that is not exact. Raises SaveError."""
-    before, was_divided = save.manifest.told.get("ranks", 1), save.manifest.told.get("divided", False)
-    if was_divided != divided or (divided and before != ranks):
-        now = f"{ranks} ranks {'with' if divided else 'without'} parallel="
-        raise SaveError(f"{save.path} was written by {before} ranks {'with' if was_divided else 'without'} parallel=, and this training has {now}. "
-                        f"A model that is divided over ranks goes on with as many of them, divided alike. {ANEW}")
-    name = part_of(rank)
-    if divided:
-        state = save.read(torch, name)
-        return state, state, state["place"], []
+    before, name = save.manifest.told.get("ranks", 1), part_of(rank)
     state = save.read(torch)
     mine = save.read(torch, name) if name and f"{name}.json" in save.manifest.files else None
     own = state if not rank else mine if mine is not None else {"random": random_states(torch), "all buffers": {}}

@@ -88,7 +88,7 @@ class Saving:
     def _go_on(self, save: Save) -> Resumed:
         told = save.manifest.told
         differs = drift(told.get("surroundings", {}), self._surroundings())
-        state, own, place, words = parts_of(self.torch, save, self.rank, self.ranks, self.kept.divided, self.reading.shape())
+        state, own, place, words = parts_of(self.torch, save, self.rank, self.ranks, self.reading.shape())
         inexact = [*told.get("inexact", ()), *(f"{where} ({what}) was not stored" for where, what in save.manifest.left_out.items()), *words]
         if self.stops_on_drift and (differs or words):
             self._refuse(save, [*differs, *words])
@@ -173,14 +173,13 @@ class Saving:
     def _save(self) -> None:
         loop, began_s = self.loop, seconds()
         state = {"random": random_states(self.torch), "place": self.reading.place()}
-        if self.rank == 0 or self.kept.divided:
+        if self.rank == 0:
             state |= self.kept.state()
             state["loop"] = {"index": loop.index, "epoch": loop.epoch, "first_index": self._first[0], "first_epoch": self._first[1]}
         else:
             state["all buffers"] = self.kept.all_buffers()
         packed = pack(self.torch, state)
         self.saver.save(loop.index, packed, {"surroundings": self._surroundings(), "inexact": self._why_not_exact(), "ranks": self.ranks,
-                                             "divided": self.kept.divided,
                                              "tuned": loop.plan.to_toml() if loop.tuned is not None else None}, began_s)
         if self.every == 1:
             self.saver.wait()  # whoever wants each step kept loses none, also not one that was being written
