@@ -245,7 +245,7 @@ def stall(seconds_each: float, scratch: Path) -> list[dict[str, Any]]:
         size = sum(stored.bytes for stored in saver.last.manifest.files.values()) if saver.last is not None else 0
         found.append({"state": name, "bytes": size, "saves": cost.saves, "seconds": round(seconds_each, 1), "step_ms": round(ms["plain"], 3),
                       "step_ms_with_saves": round(ms["saves"], 3), "share_by_steps": ms["saves"] / ms["plain"] - 1,
-                      "waited_s": cost.waited_s, "worked_s": cost.worked_s, "share_by_books": (cost.waited_s + cost.worked_s) / seconds_each})  # the interval is chosen by all of the time
+                      "waited_s": cost.waited_s, "worked_s": cost.worked_s, "share_by_books": (cost.waited_s + cost.worked_s) / seconds_each})
         for iterator in steps.values():
             iterator.close()
     return found
