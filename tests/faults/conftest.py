@@ -1,16 +1,16 @@
 """The faults that a training meets, and the test that has each of them.
 
-the process is killed at a random step                      tests/loop (resume), bench
+the process is killed at a random step                      tests/loop/test_loop_resume.py, bench/resume.py
 it is killed inside a save                                  tests/state/test_cuts.py: every call, bench/faults.py
-SIGTERM, SIGINT, SIGHUP, SIGUSR1, twice, in a save          tests/launch, tests/cli (supervision, rescue)
+SIGTERM, SIGINT, SIGHUP, SIGUSR1, twice, in a save          tests/loop/test_loop_resume.py, tests/cli/test_supervise.py, test_rescue.py
 a save is cut off                                           tests/state/test_saves.py::test_every_accident_is_seen_and_the_save_before_it_is_used
 a bit, a page, files of two saves, an old manifest          the same, bench/faults.py
 no save can be believed                                     tests/state/test_saves.py::test_where_nothing_can_be_believed_nothing_begins_anew
 a full disk, a limit                                        tests/state/test_disks.py
 read-only and vanishing folders                             tests/state/test_disks.py; without a home: tests/cli/test_bad_days.py
-a loader worker is killed, stopped, raises                  tests/loop, tests/cli (supervision)
-a rank is killed                                            tests/launch/test_gang.py, tests/cli (supervision)
-a rank is stopped, loops, sleeps                            tests/cli (supervision)
+a loader worker is killed, stopped, raises                  tests/cli/test_supervise.py, bench/supervise.py
+a rank is killed                                            tests/launch/test_gang.py, bench/resume.py
+a rank is stopped, loops, sleeps                            tests/cli/test_supervise.py
 the launcher is killed                                      tests/launch/test_gang.py, bench/launcher.py
 out of memory, injected                                     tests/loop/test_loop_memory.py, bench/loop_faults.py
 out of memory, real                                         tests/loop/test_loop_memory.py, bench/loop_faults.py
@@ -23,8 +23,8 @@ hostile files                                               tests/faults/test_ho
 a program that ends in its own way                          tests/cli/test_run.py, tests/cli/test_bad_days.py
 a program that forks, spawns, changes folder and signals    tests/cli/test_run.py, tests/capture/test_bootstrap.py
 100 MB on stdout, a closed one, binary                      tests/launch/test_process.py
-another machine, torch, number of threads at resume         tests/loop (resume)
+another machine, torch, number of threads at resume         tests/loop/test_loop_resume.py
 a loss of power                                             tests/state/test_cuts.py::test_a_loss_of_power_at_any_time, bench/faults.py
 a plan that fails                                           tests/trial/test_trial.py, tests/cli/test_run.py
-the same step dies again and again                          tests/cli (supervision)
+the same step dies again and again                          tests/cli/test_supervise.py
 """
