@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.loop.ranks import group_of
+from flatout.loop.ranks import group_of, told_by_all
 from flatout.plan.errors import LoopError, SaveError
 
 
@@ -18,15 +18,12 @@ class Company:
         self._group = group_of(torch.distributed, tuple(members))
 
     def told(self, words: Any) -> Any:
-        """What the first rank says. Plain values."""
-        found: list[Any] = [words]
-        self._exchanged(lambda: self.torch.distributed.broadcast_object_list(found, src=self.members[0], group=self._group))
-        return found[0]
+        """What the first rank says, in values that JSON has."""
+        return self._told_by_all(words if self.rank == 0 else None)[0]
 
     def all_fine(self, error: Exception | None) -> None:
         """Raises this rank's error, or LoopError with another's words: one goes on only where all do."""
-        found: list[Any] = [None] * self.ranks
-        self._exchanged(lambda: self.torch.distributed.all_gather_object(found, f"{error}" if error is not None else "", group=self._group))
+        found = self._told_by_all(f"{error}" if error is not None else "")
         if error is not None:
             raise error
         for rank, words in zip(self.members, found, strict=True):
@@ -39,9 +36,13 @@ class Company:
         self._exchanged(lambda: distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=self._group))
         return list(tensor.tolist())
 
-    def _exchanged(self, exchange: Any) -> None:
+    def _told_by_all(self, what: Any) -> list[Any]:
+        found: list[Any] = self._exchanged(lambda: told_by_all(self.torch, self._group, self.ranks, what))
+        return found
+
+    def _exchanged(self, exchange: Any) -> Any:
         try:
-            exchange()
+            return exchange()
         except RuntimeError as error:
             said = (str(error).strip().splitlines() or ["no words"])[0][:200]
             raise LoopError(f"the ranks have lost each other between two steps ({said}): one of them has ended. Its own last words say why; started again, "

@@ -137,14 +137,8 @@ class Ranks:
         return "; ".join(f"rank {rank} has ended the training, so all ranks do: {words}" for rank, words in zip(self.members, found, strict=True) if words)
 
     def _told_by_all(self, what: Any) -> list[Any]:
-        """What each rank tells here. As JSON: torch's own way for objects is a pickle, which runs what it is sent."""
-        torch, distributed = self.torch, self.torch.distributed
-        data = json.dumps(what).encode()
-        longest = self._largest([len(data)])[0]
-        mine = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
-        all_of_them = [torch.empty_like(mine) for _ in self.members]
-        self._exchanged(lambda: distributed.all_gather(all_of_them, mine, group=self._group))
-        return [json.loads(bytes(one.tolist())) for one in all_of_them]
+        found: list[Any] = self._exchanged(lambda: told_by_all(self.torch, self._group, len(self.members), what))
+        return found
 
     def _take_part(self, said: str) -> None:
         if self.rejoin is None:
@@ -161,6 +155,18 @@ class Ranks:
         except RuntimeError as error:
             raise LoopError(f"the ranks have lost each other ({_first_line(error)}): one of them has ended, or was not heard of within the group's timeout. "
                             "Its own last words say why; go on from your last save.") from None
+
+
+def told_by_all(torch: Any, group: Any, ranks: int, what: Any) -> list[Any]:
+    """What each rank of a group on the CPU tells at this place. As JSON: torch's own way for objects is a pickle, which runs what it is sent. Raises
+    RuntimeError where one of them has gone."""
+    data = json.dumps(what).encode()
+    longest = torch.tensor(len(data))
+    torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX, group=group)
+    mine = torch.frombuffer(bytearray(data.ljust(int(longest))), dtype=torch.uint8)
+    all_of_them = [torch.empty_like(mine) for _ in range(ranks)]
+    torch.distributed.all_gather(all_of_them, mine, group=group)
+    return [json.loads(bytes(one.tolist())) for one in all_of_them]
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.plan.errors import StorageError, UsageError
+from flatout.state.randoms import as_set
 from flatout.state.tensors import write_tensors
 
 LOADED = ("modules", "optimizers", "schedulers", "scalers")  # in the order in which a program loads them
@@ -73,7 +74,7 @@ def _write(torch: Any, state: Mapping[str, Any], spelled: Mapping[str, str], mad
         loaded = write("tensors", _plain(torch, state["tensors"]))
         lines.append(f"weights = {loaded}  # by name: {', '.join(list(state['tensors'])[:6])}")
     if state.get("random"):
-        lines.append(f"torch.set_rng_state({write('random', _plain(torch, state['random']))}['torch'])")
+        lines.append(f"torch.set_rng_state({write('random', _plain(torch, as_set(torch, state['random'])))}['torch'])")
     return Exported(files, lines)
 
 

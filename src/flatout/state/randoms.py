@@ -62,6 +62,14 @@ def _set(torch: Any, states: dict[str, Any], own: Sequence[Any]) -> list[str]:
     return said
 
 
+def as_set(torch: Any, states: dict[str, Any]) -> dict[str, Any]:
+    """As torch.set_rng_state, torch.cuda.set_rng_state_all, random.setstate and numpy.random.set_state take them."""
+    found: dict[str, Any] = {"torch": _tensor_of(torch, states["torch"]), "python": _to_python(states["python"])}
+    if "cuda" in states:
+        found["cuda"] = [_tensor_of(torch, state) for state in states["cuda"]]
+    return found | ({"numpy": _restored(states["numpy"])} if "numpy" in states else {})
+
+
 def moved(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     """The generators that were drawn from between two states."""
     own = zip(before.get("own", ()), after.get("own", ()), strict=False)
