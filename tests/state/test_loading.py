@@ -194,6 +194,34 @@ def test_with_forked_workers(kind, draws, batch, workers, persistent, noise, own
     assert again < workers
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_program_tells_its_sampler_at_the_end_of_an_epoch_is_kept(workers):
+    """`set_epoch` behind the last batch, before the next epoch begins, and a place between the two."""
+
+    def course(reading, epochs, at=None):
+        seen, place = [], None
+        for _ in range(epochs):
+            for batch in reading.epoch():
+                seen.append(batch.tolist())
+                if reading.given == len(reading.loader):
+                    reading.loader.sampler.set_epoch(reading.loader.sampler.epoch + 1)
+                if len(seen) == at:
+                    place = reading.place()
+            reading.over()
+        return seen, place
+
+    def reading():
+        return Reading(torch, loader_of("distributed", set(), 2, workers, context="fork"), own_generators)
+
+    first = reading()
+    per_epoch = len(first.loader)
+    whole, place = course(first, 3, at=per_epoch)
+    assert whole[per_epoch:2 * per_epoch] != whole[2 * per_epoch:]
+    second = reading()
+    assert second.go_on(place) == []
+    assert course(second, 3)[0] == whole[per_epoch:]
+
+
 SPAWNED_DRAWS = {"torch", "python", "numpy", "own", "counter"}
 
 

@@ -242,15 +242,15 @@ class Reading:
                 "counters": [changed(before, counters(thing)) for before, thing in zip(self._first_counters, self._things, strict=True)]}
 
     def _put(self, stood: dict[str, Any], found: bool = False) -> None:
-        """``found``: an iterator has been brought to the place, and what it went through with it."""
+        """``found``: an iterator has been brought to the place, and what it goes through with it; what the program has changed since (`set_epoch`) has not."""
         for sentence in set_random_states(self.torch, stood["random"], self._generators()):
             self._said[sentence] = None
-        if found and (self.workers or self.kind != INDICES):
+        if found and self.kind == STATEFUL:
             return
         for thing, remembered, state in zip(self._things, stood["counters"], stood["states"], strict=False):
             if remembered:
                 vars(thing).update(remembered)
-            if state is not None and _has_state(thing) and (not found or thing is self._dataset):
+            if state is not None and _has_state(thing) and (not found or (thing is self._dataset and self.kind == INDICES and not self.workers)):
                 thing.load_state_dict(state)
 
 
