@@ -1,8 +1,8 @@
 """Gives a program a pulse (`plan.pulse`): hooks that write a few numbers a step, and a signal that makes it write down its Python stack.
 
-    Optimizer post step hook        a beat, and the count of steps
-    torch.autograd.backward         a beat; the only one where a script has no optimizer object
-    a batch of a DataLoader         two beats: waiting for data is known
+    Optimizer post step hook        the count of steps
+    torch.autograd.backward         the count of backward passes; where a script has no optimizer object, of steps
+    a batch of a DataLoader         the count of batches; waiting for data is known
     DataLoader.__iter__             the numbers and processes of loader workers
     Module.eval                     from here to the next backward pass the program evaluates
     torch.save, torch.load          when there was a save, and whether the program has gone on from one
@@ -51,6 +51,7 @@ from flatout.plan.pulse import (
 ON_NAN = "FLATOUT_ON_NAN"
 ASKS_FOR_STACK = 45 if sys.platform == "linux" else 0  # a real-time signal: the first ones are taken by threads, debuggers and profilers
 FIRST_DESCRIPTOR = 300  # scripts that count on the next free number being small find it so
+STEPPING = frozenset((TRAINING, OPENING, BETWEEN, IMPORTED))  # phases after which a batch is one to train on
 LOOK_EVERY = 20  # steps, on a device: reading a number waits for it
 _installed: Heart | None = None
 
@@ -117,12 +118,12 @@ class Heart:
         self.words[PHASE] = phase
         self.words[BEATS] += 1
 
+    # These three run in every step, and each number costs: any that changes is a sign of life.
+
     def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         words = self.words
-        if self.boundaries.optimizer_stepped(id(optimizer)):
-            words[STEPS] += 1
+        words[STEPS if self.boundaries.optimizer_stepped(id(optimizer)) else BEATS] += 1
         words[PHASE] = TRAINING
-        words[BEATS] += 1
 
     def _beat_before_backward(self, backward: Callable) -> Callable:
         boundaries = self.boundaries
@@ -130,13 +131,14 @@ class Heart:
         @wraps(backward)
         def backward_beats(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             words = self.words
-            if boundaries.forward_or_backward_begins():
-                words[STEPS] += 1
             words[BACKWARDS] += 1
             words[PHASE] = TRAINING
-            words[BEATS] += 1
             if self.watches_losses:
                 self._look_at(tensors)
+            if boundaries.optimizer_seen:
+                return backward(tensors, *args, **kwargs)
+            if boundaries.forward_or_backward_begins():
+                words[STEPS] += 1
             result = backward(tensors, *args, **kwargs)
             boundaries.backward_ended()
             return result
@@ -150,17 +152,15 @@ class Heart:
             before = words[PHASE]
             if before != OPENING:  # the first batch of an iterator has its workers to wait for
                 words[PHASE] = LOADING
-            words[BEATS] += 1
-            over = True
             try:
                 batch = take(iterator)
-                over = False
-                return batch
-            finally:
-                words = self.words
-                words[PHASE] = BETWEEN if over else TRAINING if before in (OPENING, BETWEEN, IMPORTED) else before
+            except BaseException:
+                words[PHASE] = BETWEEN
                 words[BATCHES] += 1
-                words[BEATS] += 1
+                raise
+            words[PHASE] = TRAINING if before in STEPPING else before
+            words[BATCHES] += 1
+            return batch
 
         return next_beats
 

@@ -24,6 +24,11 @@ class StepBoundaries:
         self._stepped = False  # an optimizer object has stepped
 
     @property
+    def optimizer_seen(self) -> bool:
+        """An optimizer object has stepped: backward passes say nothing about steps any more."""
+        return self._stepped
+
+    @property
     def by_backward(self) -> bool:
         """No optimizer object steps here: boundaries come from the backward passes."""
         return not self._stepped and (not self._known or self._lonely_backwards >= PATIENCE)

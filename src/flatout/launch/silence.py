@@ -58,7 +58,7 @@ class Silence:
 
     def hear(self, now: float, beats: int, steps: int, phase: int) -> bool:
         """Whether it was heard since the last look."""
-        if beats == self._beats:
+        if beats == self._beats and phase == self._phase:
             return False
         self.kinds.setdefault(self.kind, Silences()).add(now - self.since, steps - self._steps)
         self._beats, self._steps, self._phase, self.since, self.doing = beats, steps, phase, now, None

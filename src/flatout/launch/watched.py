@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flatout.launch.looking import COMPILES, FETCHES, IMPORTS, IS_STOPPED, MEETS_RANKS, Asked, Stack, State, children_of, state_of
 from flatout.launch.silence import AT_WORK, COMPILING, FLOORS_S, IN_WORDS, LOOK_S, READING_CODE, WAITS_FOR_DEBUGGER, Silence
-from flatout.plan.pulse import BACKWARDS, BATCHES, BEATS, IMPORTED, LOADING, OPENING, PHASE, SAVED, SAVED_AT, SAVES, STEPS, TRAINING, WENT_ON, Seen
+from flatout.plan.pulse import BACKWARDS, BATCHES, IMPORTED, LOADING, OPENING, PHASE, SAVED, SAVED_AT, SAVES, STEPS, TRAINING, WENT_ON, Seen
 
 ASK_AT = (0.5, 0.7, 0.85)  # of the limit
 EARLY_S = 2 * LOOK_S  # a silence has begun up to a look before it was seen, and is judged at a look
@@ -124,7 +124,7 @@ class Watched:
         heard = False
         for process in self.living:
             page = process.page
-            if process.silence.hear(now, page[BEATS], page[STEPS], page[PHASE]):
+            if process.silence.hear(now, page.signs, page[STEPS], page[PHASE]):
                 process.looks.clear()
                 heard |= bool(page[STEPS])
         if heard:

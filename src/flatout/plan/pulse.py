@@ -19,8 +19,9 @@ from typing import Any
 
 FOLDER = "FLATOUT_PULSE"
 BYTES = 4096
-# Places in the page. BEATS: signs of life of any kind. SAVES: how many; SAVED: the step of the newest, and one more; SAVED_AT: steps of this process
-# when it was written. WENT_ON: saves that were read. NOT_FINITE: the step whose loss was not, and one more. RANK: and one more. SIGNAL: asks for the stack.
+# Places in the page. BEATS: signs of life that are none of the others. SAVES: how many; SAVED: the step of the newest, and one more; SAVED_AT: steps of this
+# process when it was written. WENT_ON: saves that were read. NOT_FINITE: the step whose loss was not, and one more. RANK: and one more. SIGNAL: asks for the
+# stack, which is written to the descriptor STACK.
 BEATS, STEPS, PHASE, BACKWARDS, BATCHES, SAVES, SAVED, SAVED_AT, WENT_ON, NOT_FINITE, RANK, SIGNAL, STACK = range(13)
 # What a process does. Its own word for it; what is compiled or imported is seen in its stack.
 STARTING, IMPORTED, TRAINING, LOADING, OPENING, EVALUATING, BETWEEN, SAVING, ENDING = range(9)
@@ -67,6 +68,11 @@ class Seen:
 
     def __getitem__(self, place: int) -> int:
         return int(self.words[place])
+
+    @property
+    def signs(self) -> int:
+        """Of life, so far."""
+        return self[BEATS] + self[STEPS] + self[BACKWARDS] + self[BATCHES]
 
     @property
     def rank(self) -> int | None:
