@@ -20,13 +20,13 @@ QUIET_ROUNDS = 3  # a process may be forking as we look
 def members(gang: str, name: str = GANG) -> list[int]:
     """Living processes of a launch, but this one. Other people's cannot be read, and are not ours."""
     mark, found = f"{name}={gang}".encode(), []
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
+    for number in os.listdir("/proc"):
+        if not number.isdigit() or int(number) == os.getpid():
             continue
         try:
-            with open(f"/proc/{name}/environ", "rb") as environ:
+            with open(f"/proc/{number}/environ", "rb") as environ:
                 if mark in environ.read().split(b"\0"):
-                    found.append(int(name))
+                    found.append(int(number))
         except OSError:
             continue
     return found

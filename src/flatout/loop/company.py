@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.loop.ranks import group_of, told_by_all
-from flatout.plan.errors import LoopError, SaveError
+from flatout.loop.ranks import exchanged, group_of, largest, told_by_all
+from flatout.plan.errors import SaveError
+
+STARTED_AGAIN = "started again, the training goes on from its last save."
 
 
 class Company:
@@ -22,7 +24,7 @@ class Company:
         return self._told_by_all(words if self.rank == 0 else None)[0]
 
     def all_fine(self, error: Exception | None) -> None:
-        """Raises this rank's error, or LoopError with another's words: one goes on only where all do."""
+        """Raises this rank's error, or SaveError with another's words: one goes on only where all do."""
         found = self._told_by_all(f"{error}" if error is not None else "")
         if error is not None:
             raise error
@@ -32,21 +34,12 @@ class Company:
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """Of each of these numbers over all ranks."""
-        tensor, distributed = self.torch.tensor(numbers), self.torch.distributed
-        self._exchanged(lambda: distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=self._group))
-        return list(tensor.tolist())
-
-    def _told_by_all(self, what: Any) -> list[Any]:
-        found: list[Any] = self._exchanged(lambda: told_by_all(self.torch, self._group, self.ranks, what))
+        found: list[int] = exchanged(lambda: largest(self.torch, self._group, numbers), STARTED_AGAIN)
         return found
 
-    def _exchanged(self, exchange: Any) -> Any:
-        try:
-            return exchange()
-        except RuntimeError as error:
-            said = (str(error).strip().splitlines() or ["no words"])[0][:200]
-            raise LoopError(f"the ranks have lost each other between two steps ({said}): one of them has ended. Its own last words say why; started again, "
-                            "the training goes on from its last save.") from None
+    def _told_by_all(self, what: Any) -> list[Any]:
+        found: list[Any] = exchanged(lambda: told_by_all(self.torch, self._group, self.ranks, what), STARTED_AGAIN)
+        return found
 
 
 def company_of(torch: Any, model: Any) -> Company | None:

@@ -8,7 +8,7 @@ step of the first Loop begins: a Loop that is never iterated over waits for nobo
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -127,9 +127,7 @@ class Ranks:
         return self._largest(values, self.torch.float64)
 
     def _largest(self, values: Sequence[Any], dtype: Any = None) -> Any:
-        numbers, distributed = self.torch.tensor(values, dtype=dtype), self.torch.distributed
-        self._exchanged(lambda: distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=self._group))
-        return numbers.tolist()
+        return self._exchanged(lambda: largest(self.torch, self._group, values, dtype))
 
     def _words(self, said: str) -> str:
         """What the ranks that ended have to say; every rank calls it at the same place."""
@@ -149,12 +147,25 @@ class Ranks:
             raise LoopError(f"this rank failed ({said}) and could not take part any more in what the others exchange ({_first_line(error)}), so it ends, and "
                             "they do when they miss it: go on from your last save.") from None
 
-    def _exchanged(self, exchange: Any) -> Any:
-        try:
-            return exchange()
-        except RuntimeError as error:
-            raise LoopError(f"the ranks have lost each other ({_first_line(error)}): one of them has ended, or was not heard of within the group's timeout. "
-                            "Its own last words say why; go on from your last save.") from None
+    def _exchanged(self, exchange: Callable[[], Any]) -> Any:
+        return exchanged(exchange, "go on from your last save.")
+
+
+def exchanged(exchange: Callable[[], Any], otherwise: str) -> Any:
+    """What an exchange gives. Raises LoopError where a rank is missed; ``otherwise``: what to do then."""
+    try:
+        return exchange()
+    except RuntimeError as error:
+        raise LoopError(f"the ranks have lost each other ({_first_line(error)}): one of them has ended, or was not heard of within the group's timeout. "
+                        f"Its own last words say why; {otherwise}") from None
+
+
+def largest(torch: Any, group: Any, values: Sequence[Any], dtype: Any = None) -> list[Any]:
+    """Of each of these numbers over a group on the CPU. Raises RuntimeError where one of them has gone."""
+    numbers = torch.tensor(values, dtype=dtype)
+    torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=group)
+    found: list[Any] = numbers.tolist()
+    return found
 
 
 def told_by_all(torch: Any, group: Any, ranks: int, what: Any) -> list[Any]:

@@ -60,9 +60,14 @@ def read_json(path: Path) -> Any:
     """The content, or None where there is no file or it is not JSON (a power cut, another tool), or more of it than any record has."""
     try:
         text = read_text(path)
-        return json.loads(text) if text.count(",") + text.count("[") + text.count("{") <= MOST_VALUES else None
+        return json.loads(text) if values_in(text.encode()) <= MOST_VALUES else None
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def values_in(text: bytes | bytearray) -> int:
+    """How many values JSON can turn into at most, which is known before one is made."""
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from flatout.plan.errors import SaveError
+from flatout.plan.folder import values_in
 
 MOST_BYTES = 1 << 27
 MOST_VALUES = 1 << 22  # of 100 bytes each, the largest that a value of three characters can be
@@ -32,7 +33,7 @@ def from_json(data: bytes | bytearray) -> Any:
 def _too_much(data: bytes | bytearray) -> str:
     if len(data) > MOST_BYTES:
         return f"{len(data):,} bytes long, and the most are {MOST_BYTES:,}"
-    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    values = values_in(data)
     return f"too many: {values:,}, and the most are {MOST_VALUES:,}" if values > MOST_VALUES else ""
 
 
