@@ -54,6 +54,35 @@ def asked(scratch, numbers, own_handler=False, ranks=1):
     return {"codes": codes, "saved": saves[-1] if saves else None, "done": told.get(0, 0), "handled": handled.exists(), "seconds": time.monotonic() - began}
 
 
+def insisted(scratch):
+    """A training whose fourth step lasts, which is told to end twice."""
+    import torch
+
+    import flatout
+
+    told = Told(1)
+    pid = os.fork()
+    if pid == 0:
+        model = torch.nn.Linear(2, 1)
+
+        def loss_fn(model, batch):
+            told.put(0, 0, told.get(0, 0) + 1)
+            if told.get(0, 0) == 4:
+                time.sleep(30)
+            return model(batch).sum()
+
+        batches = [torch.ones(3, 2)] * 9
+        list(flatout.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batches, saves=Path(tempfile.mkdtemp(dir=scratch))))
+        os._exit(0)
+    while told.get(0, 0) < 4:
+        time.sleep(0.002)
+    began = time.monotonic()
+    for _ in range(2):
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(0.3)
+    return {"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "seconds": time.monotonic() - began}
+
+
 def main():
     resume.warm()
     with tempfile.TemporaryDirectory() as name:
@@ -61,7 +90,7 @@ def main():
         found = {"killed": [resume.training(setting, scratch, most=3) for setting in SETTINGS],
                  "SIGTERM": asked(scratch, [signal.SIGTERM]), "own handler": asked(scratch, [signal.SIGTERM], own_handler=True),
                  "SIGUSR1": asked(scratch, [signal.SIGUSR1]), "SIGINT": asked(scratch, [signal.SIGINT]),
-                 "two ranks": asked(scratch, [signal.SIGTERM], ranks=2)}
+                 "insisted": insisted(scratch), "two ranks": asked(scratch, [signal.SIGTERM], ranks=2)}
     print(json.dumps(found))
 
 

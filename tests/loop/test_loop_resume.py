@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from flatout.loop import saving  # noqa: E402
 from flatout.plan.errors import LoopError, SaveError, StorageError  # noqa: E402
 
 LIVES = Path(__file__).with_name("lives.py")
+PRECISIONS = ("float32", "fp16", "bf16-master")
 
 
 class Data(Dataset):
@@ -35,12 +37,14 @@ class Data(Dataset):
 
 
 def loss_fn(model, batch):
-    return nn.functional.mse_loss(model(batch[0]).squeeze(1).float(), batch[1])
+    return nn.functional.mse_loss(model(batch[0].to(model[0].weight.dtype)).squeeze(1).float(), batch[1])
 
 
 def made(folder, learning_rate=0.01, data=None, batch=2, model=None, **more):
     flatout.seed(0)
     model = model or nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1))
+    if more.get("precision") == "bf16-master":
+        model.bfloat16()
     model[0].register_buffer("noise", torch.zeros(2), persistent=False)
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
@@ -72,10 +76,10 @@ def train(folder, until=None, **more):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    return {precision: train(tmp_path_factory.mktemp("whole") / "saves", precision=precision)[1] for precision in ("float32", "fp16")}
+    return {precision: train(tmp_path_factory.mktemp("whole") / "saves", precision=precision)[1] for precision in PRECISIONS}
 
 
-@pytest.mark.parametrize("precision", ["float32", "fp16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_interrupted_again_and_again_it_ends_with_the_same_bits(tmp_path, undisturbed, precision):
     """In the middle of epochs, at their ends, and when it has ended: that does nothing more."""
     for until in (1, 5, 6, 10, 13):
@@ -87,6 +91,46 @@ def test_interrupted_again_and_again_it_ends_with_the_same_bits(tmp_path, undist
     again, digest = train(tmp_path, precision=precision)
     assert digest == undisturbed[precision], "a training that had ended"
     assert (again.resumed.step, again.index) == (15, 15)
+
+
+def losses_of(folder, until=None, **more):
+    """Of a training on a list, whose levers and sizes may be found as it goes."""
+    flatout.seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
+    batches = [(x, x.sum(1)) for x in torch.randn(150, 8, 6, generator=torch.Generator().manual_seed(1))]
+    loop = flatout.Loop(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn, batches, epochs=2, saves=folder, **more)
+    losses = {}
+    for step in loop:
+        losses[step.index] = float(step.loss)
+        if step.index == until:
+            break
+    return loop, losses
+
+
+def test_what_was_tuned_is_not_searched_for_again(tmp_path):
+    """In the third process neither, which goes on from a save of the second."""
+    _, plain = losses_of(None)
+    found, losses = None, {}
+    for until in (99, 199, None):
+        loop, more = losses_of(tmp_path, until, plan="auto", effects="exact", save_every=1)
+        assert not loop.tuning
+        found = found or loop.plan
+        assert loop.plan == found
+        assert (loop.tuned is not None) == (until == 99)
+        assert loop.resumed is None or loop.resumed.exact, loop.resumed.sentences()
+        losses |= more
+    assert losses == plain
+
+
+def test_sizes_that_were_found_are_not_tried_again(tmp_path):
+    loop, _ = losses_of(tmp_path / "found", 60, micro_batch="auto", save_every=1)
+    assert loop.sized is not None
+    again, _ = losses_of(tmp_path / "found", 70, micro_batch="auto", save_every=1)
+    assert (again.sizing, again.sized) == (False, loop.sized)
+    assert again.resumed.exact, again.resumed.sentences()
+    losses_of(tmp_path / "trying", 1, micro_batch="auto", save_every=1)
+    again, _ = losses_of(tmp_path / "trying", 4, micro_batch="auto", save_every=1)
+    assert "sizes of micro-batches were still tried out when it was saved" in again.resumed.inexact
 
 
 def test_more_epochs_than_it_was_made_for(tmp_path):
@@ -120,12 +164,12 @@ def test_nothing_of_a_save_can_be_left_out(tmp_path, monkeypatch, begun, undistu
     really = saving.parts_of
 
     def spoiled(*args):
-        state, own, _, words = really(*args)
-        at, given = state, donor
+        parts = really(*args)
+        at, given = parts.state, donor
         for name in part[:-1]:
             at, given = at[name], given[name]
         at[part[-1]] = given[part[-1]]
-        return state, own, state["place"], words
+        return replace(parts, place=parts.state["place"])
 
     monkeypatch.setattr(saving, "parts_of", spoiled)
     loop, digest = train(tmp_path / "saves", precision="fp16")
@@ -256,6 +300,12 @@ def test_a_signal_ends_it_after_the_step_and_a_save(lives, name, codes, handled)
     assert found["codes"] == codes
     assert found["saved"] == found["done"] >= 7
     assert found["handled"] is handled
+
+
+def test_the_second_signal_ends_it_at_once(lives):
+    """In the middle of a step that lasts."""
+    assert lives["insisted"]["code"] == -15
+    assert lives["insisted"]["seconds"] < 10
 
 
 def test_the_program_of_the_page_does_what_the_page_says(tmp_path, monkeypatch, capsys):

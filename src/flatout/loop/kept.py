@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from flatout.loop.gradient import Gradient
 from flatout.loop.sizing import Sized, Sizer
 from flatout.loop.update import Update
-from flatout.plan.errors import SaveError
+from flatout.plan.errors import LoopError, SaveError
+from flatout.state.slices import Where, is_divided, slices_in
 
 PARTS = ("model", "buffers", "modes", "optimizer", "scheduler", "also", "precision", "micro_batches", "gradient", "sized")
 
 
-class Kept:
-    """``also``: what the program wants kept beside, by name, each with ``state_dict`` and ``load_state_dict``."""
+def storable(model: Any) -> None:
+    """Raises LoopError for a model whose state cannot be had without all ranks, who would wait for each other."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    if module is not None and any(isinstance(each, module.FullyShardedDataParallel) for each in model.modules()):
+        raise LoopError("saves= does not go with FullyShardedDataParallel, whose parameters are pieces without a shape. Divide the model with fully_shard "
+                        "(torch.distributed.fsdp), which torch has put in its place.")
 
-    def __init__(self, loop: Any, gradient: Gradient, update: Update, sizer: Sizer | None, also: Mapping[str, Any]) -> None:
-        self.loop, self.also, self.torch = loop, also, loop.torch
+
+class Kept:
+    """``also``: what the program wants kept beside, by name, each with ``state_dict`` and ``load_state_dict``. ``stage``: what this rank has of a model that is
+    cut into stages, None for any other."""
+
+    def __init__(self, loop: Any, gradient: Gradient, update: Update, sizer: Sizer | None, also: Mapping[str, Any], stage: Any = None) -> None:
+        self.loop, self.also, self.torch, self.stage = loop, also, loop.torch, stage
         self._gradient, self._update, self._sizer = gradient, update, sizer
         parallel = isinstance(loop.model, loop.torch.nn.parallel.DistributedDataParallel)
-        self.model = loop.model.module if parallel else loop.model  # one process can go on from a save of many
+        self.model = stage if stage is not None else loop.model.module if parallel else loop.model  # one process can go on from a save of many
+        self._slices = any(map(is_divided, (*loop.parameters, *self.model.parameters())))
 
     def state(self) -> dict[str, Any]:
         loop = self.loop
@@ -31,9 +43,36 @@ class Kept:
                 "micro_batches": loop.micro_batches.state(), "gradient": self._gradient.state(),
                 "sized": {"micro_batch": sized.micro_batch, "ms": dict(sized.ms)} if sized is not None else None}
 
+    def part(self) -> dict[str, Any]:
+        """What a rank beside the first brings to a save: what is not the same on all of them."""
+        whole = self.state() if self._slices or self.stage is not None else {}
+        return {"all buffers": {of: dict(thing.named_buffers()) for of, thing in self._modules().items()}, "slices": slices_in(whole),
+                "stage": whole if self.stage is not None else None}
+
     def parameters(self) -> set[str]:
-        """Where a save has the parameters."""
-        return {f"model.{name}" for name, _ in self.model.named_parameters()}
+        """Where a save has the parameters, the parts of ranks among them."""
+        return {f"{part}model.{name}" for name, _ in self.model.named_parameters() for part in ("", "slices.", "stage.")}
+
+    def like(self) -> Callable[[Where], Any]:
+        """What takes the tensor that stands somewhere in a save: that tells how it is divided. What an optimizer keeps of a parameter is divided as that is."""
+        optimizers: dict[Where, Any] = {("optimizer",): self.loop.optimizer}
+        optimizers |= {("also", name): thing for name, thing in self.also.items() if hasattr(thing, "param_groups")}
+        owners = {(*where, "state"): [p for group in optimizer.param_groups for p in group["params"]] for where, optimizer in optimizers.items()}
+        now = self.state()
+
+        def found(where: Where) -> Any:
+            for start, parameters in owners.items():
+                if where[:len(start)] == start:
+                    return parameters[where[len(start)]] if where[len(start)] < len(parameters) else None
+            at: Any = now
+            for key in where:
+                try:
+                    at = at[key]
+                except (KeyError, IndexError, TypeError):
+                    return None
+            return at if isinstance(at, self.torch.Tensor) else None
+
+        return found
 
     def put_back(self, state: Mapping[str, Any]) -> list[str]:
         """Where something is not as it was saved. Raises SaveError where the state is of another training."""
@@ -43,7 +82,7 @@ class Kept:
             _copy_buffers(self.torch, whole, state["buffers"].get(of, {}))
             for name, module in whole.named_modules():
                 module.training = name not in state["modes"].get(of, ())
-        self._load("optimizer", loop.optimizer, _owned(self.torch, state["optimizer"]))
+        self._load("optimizer", loop.optimizer, state["optimizer"])
         if hasattr(loop.scheduler, "state_dict") != (state["scheduler"] is not None):
             raise SaveError("the training was saved with a scheduler and has none now, or the other way round. Make it as it was, name another folder, or say "
                             "fresh=True.")
@@ -53,7 +92,7 @@ class Kept:
             if name not in self.also:
                 raise SaveError(f"the training was saved with also={{{name!r}: ...}}, and has none of that name now. Give it, name another folder, or say "
                                 "fresh=True.")
-            self._load(f"also[{name!r}]", self.also[name], _owned(self.torch, value))
+            self._load(f"also[{name!r}]", self.also[name], value)
         loop.precision.load_state(state["precision"])
         loop.micro_batches.load_state(state["micro_batches"])
         sized = state["sized"]
@@ -66,10 +105,6 @@ class Kept:
         for part in PARTS:
             _compare(self.torch, state[part], now[part], part, found.append)
         return found
-
-    def all_buffers(self) -> dict[str, Any]:
-        """Of a rank beside the first: only parameters are the same on all of them."""
-        return {of: dict(whole.named_buffers()) for of, whole in self._modules().items()}
 
     def put_back_buffers(self, buffers: Mapping[str, Any]) -> None:
         for of, whole in self._modules().items():
@@ -108,15 +143,6 @@ def _copy_buffers(torch: Any, module: Any, buffers: Mapping[str, Any]) -> None:
                 own[name].copy_(value)
 
 
-def _owned(torch: Any, state: Any) -> Any:
-    """With tensors of its own: an optimizer takes those that it is given, and these are views of a file."""
-    if isinstance(state, torch.Tensor):
-        return state.clone()
-    if isinstance(state, dict):
-        return {key: _owned(torch, value) for key, value in state.items()}
-    return [_owned(torch, value) for value in state] if type(state) is list else state
-
-
 def _compare(torch: Any, saved: Any, now: Any, where: str, differs: Callable[[str], None]) -> None:
     """Names every place where what was put back is not what was saved: a load_state_dict may cast, round or leave out."""
     if isinstance(saved, torch.Tensor) or isinstance(now, torch.Tensor):
@@ -139,6 +165,7 @@ def _compare(torch: Any, saved: Any, now: Any, where: str, differs: Callable[[st
 
 
 def _same_bits(torch: Any, a: Any, b: Any) -> bool:
+    a, b = (each.to_local() if is_divided(each) else each for each in (a, b))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dtype != b.dtype or a.shape != b.shape:
         return False
     bits = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (a, b)] if a.layout is torch.strided else []

@@ -25,7 +25,7 @@ from flatout.loop.autoplan import Autoplan, effects_of
 from flatout.loop.company import company_of
 from flatout.loop.finite import Watch
 from flatout.loop.gradient import Gradient
-from flatout.loop.kept import Kept
+from flatout.loop.kept import Kept, storable
 from flatout.loop.levers import Levers, plan_of
 from flatout.loop.memory import MicroBatches
 from flatout.loop.opened import measured, opened
@@ -105,7 +105,6 @@ class Loop:
         self.device = self.parameters[0].device
         divided: TensorParallel | PipelineParallel | None = None
         if parallel is not None:
-            refused(saves=(saves, (None,)))
             refused(plan=(plan, (None,)), micro_batch=(micro_batch if micro_batch == "auto" else None, (None,)), precision=(precision, ("float32", "tf32")),
                     model=(type(model).__name__, {type(model).__name__} - {"DistributedDataParallel", "DataParallel"}))
             divided = (PipelineParallel(torch, model, optimizer, parallel, self.device, reduction, on_nan == "stop") if isinstance(parallel, Pipeline)
@@ -141,6 +140,7 @@ class Loop:
         self._update = Update(training, clip)
         self._saving: Saving | None = None
         if saves is not None and not measured():
+            storable(model)
             company = company_of(torch, model)
             self._saving = Saving(torch, opened(Path(saves), fresh, company), every, on_drift, company)
         if plan == AUTO and self._saving is not None and self._saving.plan is not None:
@@ -160,8 +160,9 @@ class Loop:
         if self._saving is not None:
             settings = {"model": type(getattr(model, "module", model)).__name__, "optimizer": type(optimizer).__name__,
                         "scheduler": type(scheduler).__name__, "precision": precision, "clip": clip, "effective batch": effective_batch,
-                        "micro-batch": micro_batch}
-            self.resumed = self._saving.attach(self, Kept(self, self._gradient, self._update, self._sizer, also or {}), settings)
+                        "micro-batch": micro_batch, "parallel": _spelled(parallel)}
+            kept = Kept(self, self._gradient, self._update, self._sizer, also or {}, divided.stage if isinstance(divided, PipelineParallel) else None)
+            self.resumed = self._saving.attach(self, kept, settings, shares_out=divided is None)
         self._extras = self._around_a_step()
 
     def __iter__(self) -> Iterator[Step]:
@@ -327,6 +328,12 @@ def _parameters(optimizer: Any) -> list[Any]:
     if not found:
         raise LoopError("the optimizer has no parameter that needs a gradient, so there is nothing to train.")
     return list(found.values())
+
+
+def _spelled(parallel: Mapping[str, Any] | Pipeline | None) -> str | None:
+    if isinstance(parallel, Mapping):
+        return ", ".join(f"{name}: {type(style).__name__}" for name, style in parallel.items())
+    return str(parallel) if parallel is not None else None
 
 
 def _positive(name: str, value: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.loop.company import Company
+from flatout.plan import pulse
 from flatout.plan.errors import FlatoutError, LoopError, SaveError
 from flatout.plan.folder import read_json
 from flatout.state.saves import Save, Saves, believed
@@ -70,7 +71,7 @@ def opened(folder: Path, fresh: bool, company: Company | None) -> Opened:
 
 
 def _by_the_first(folder: Path, fresh: bool) -> Opened:
-    saves = Saves(folder).open()
+    saves = Saves(folder, told=pulse.saved).open()  # a program that is started again goes on from it by itself
     try:
         if fresh:
             aside = saves.begin_anew()

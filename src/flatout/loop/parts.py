@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from flatout.plan.errors import SaveError
@@ -13,32 +14,61 @@ from flatout.state.together import part_of
 ANEW = "fresh=True begins anew."
 
 
-def parts_of(torch: Any, save: Save, rank: int, ranks: int, shape: Mapping[str, Any]) -> tuple[dict, dict, dict, list[str]]:
-    """The state of the training, what this rank has of its own, the place in the data, and why all that is not exact. Raises SaveError."""
-    before, name = save.manifest.told.get("ranks", 1), part_of(rank)
+@dataclass
+class Parts:
+    """``state`` is of the whole training, ``own`` what this rank has of its own, ``place`` where in the data it goes on. ``words``: why that is not exact."""
+
+    state: dict[str, Any]
+    own: dict[str, Any]
+    place: dict[str, Any]
+    words: list[str]
+
+
+def parts_of(torch: Any, save: Save, rank: int, ranks: int, sharing: int, shape: Mapping[str, Any]) -> Parts:
+    """``sharing``: over how many ranks samples are shared out. Raises SaveError."""
+    told, name = save.manifest.told, part_of(rank)
+    before, shared = told["ranks"], told["sharing"]
     state = save.read(torch)
     mine = save.read(torch, name) if name and f"{name}.json" in save.manifest.files else None
-    own = state if not rank else mine if mine is not None else {"random": random_states(torch), "all buffers": {}}
-    if before == ranks:
-        return state, own, own["place"], []
-    place, words = place_for(state["place"], before, ranks, shape)
+    alike = {"random": random_states(torch)} if sharing > 1 else state  # where ranks share layers, all of them have the same samples and random numbers
+    own = state if not rank else mine if mine is not None else alike
+    if mine is not None and mine["stage"] is not None:
+        state = mine["stage"] | {"loop": state["loop"], "place": state["place"]}
+    if before == ranks and shared == sharing:
+        return Parts(state, own, own["place"], [])
+    if told["staged"]:
+        raise SaveError(f"each of {before} ranks had a stage of the model, and there are {ranks} now. Start as many again, or: {ANEW}")
+    place, words = place_for(state["place"], shared, sharing, shape)
     place["now"] = {**place["now"], "random": (own["place"]["now"] if "place" in own else {"random": random_states(torch)})["random"]}
-    return state, own, place, words
+    return Parts(state, own, place, words or [f"{_there_were(before)}, whose sums were added up in another order"])
+
+
+def slices_of_others(torch: Any, save: Save, rank: int) -> Iterator[Mapping[Any, Any]]:
+    """Of the other ranks that were, one after the other."""
+    for other in range(1, save.manifest.told["ranks"]):
+        if other != rank:
+            yield save.read(torch, part_of(other))["slices"]
 
 
 def place_for(place: Mapping[str, Any], before: int, ranks: int, shape: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The place of every one of ``ranks`` after the samples that ``before`` of them have seen."""
+    if before == ranks:
+        return dict(place), []
     then, now = place["shape"].get("batch"), shape.get("batch")
     if not place["begun"]:
-        return dict(place), [f"there were {before} ranks, whose gradients were added up in another order"]
+        return dict(place), [f"{_there_were(before)}, whose gradients were added up in another order"]
     if not then or not now:
         raise SaveError(f"{before} ranks were in the middle of their data when they were saved, and how many samples they had seen is not known of a loader "
                         f"without a batch size. Start as many ranks again, or: {ANEW}")
     seen = place["given"] * then * before
     given, rest = divmod(seen, now * ranks)
-    words = [f"there were {before} ranks: samples come in the same order, and their gradients are added up in another"]
+    words = [f"{_there_were(before)}: samples come in the same order, and their gradients are added up in another"]
     if rest:
         words.append(f"{rest} samples of this epoch are seen again, because {seen} are no whole number of steps of {now * ranks}")
     if "DistributedSampler" not in {*place["shape"]["order"], *shape["order"]} and ranks > 1:
-        words[0] = f"there were {before} ranks, and the samples are not shared out by a DistributedSampler: they come in another order"
+        words[0] = f"{_there_were(before)}, and the samples are not shared out by a DistributedSampler: they come in another order"
     return {**place, "given": given, "workers": [None] * int(shape["workers"]), "made": None}, words
+
+
+def _there_were(ranks: int) -> str:
+    return f"there were {ranks} ranks" if ranks > 1 else "there was one rank"

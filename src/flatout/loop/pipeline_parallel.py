@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,8 +58,7 @@ class PipelineParallel:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 distributed.broadcast(tensor.data, src=0)  # what rank 0 has, every rank has
-        mine = [child for name, child in model.named_children() if name in parts[self.rank]]
-        self.stage = torch.nn.Sequential(*mine)
+        self.stage = torch.nn.Sequential(OrderedDict((name, child) for name, child in model.named_children() if name in parts[self.rank]))
         own = {id(p) for p in self.stage.parameters()}
         if not own & {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}:
             raise LoopError(f"stage {self.rank} ({', '.join(parts[self.rank])}) has no parameter to train. Let another child begin it.")

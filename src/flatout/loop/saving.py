@@ -10,6 +10,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from flatout.levers import TABLE
 from flatout.loop.company import Company
 from flatout.loop.kept import Kept
 from flatout.loop.opened import KIND, Opened
-from flatout.loop.parts import parts_of
+from flatout.loop.parts import parts_of, slices_of_others
 from flatout.loop.resumed import Resumed
 from flatout.loop.signals import Signals
 from flatout.measure.clock import seconds, sleep, thread_seconds
@@ -29,6 +30,7 @@ from flatout.state.loading import Reading
 from flatout.state.randoms import random_states, set_random_states
 from flatout.state.saver import Clocks, Saver
 from flatout.state.saves import Save
+from flatout.state.slices import filled
 from flatout.state.together import Together
 from flatout.state.values import Packed, pack
 
@@ -42,6 +44,7 @@ class Saving:
     def __init__(self, torch: Any, opened: Opened, every: int | None, on_drift: str, company: Company | None) -> None:
         self.torch, self.opened, self.saves, self.every, self.company = torch, opened, opened.saves, every, company
         self.stops_on_drift = on_drift == "stop"
+        self._script = {"script": digest} if (digest := _digest_of_script()) else {}
         self.rank, self.ranks = (company.rank, company.ranks) if company is not None else (0, 1)
         self._signals = Signals()
         self._open = True
@@ -56,9 +59,11 @@ class Saving:
 
     # -- going on -----------------------------------------------------------------------------------------------------------
 
-    def attach(self, loop: Any, kept: Kept, settings: Mapping[str, Any]) -> Resumed | None:
-        """The Loop is made: what a save holds is put back, but for random numbers and the place in the data, which wait until it is iterated over."""
+    def attach(self, loop: Any, kept: Kept, settings: Mapping[str, Any], shares_out: bool) -> Resumed | None:
+        """The Loop is made: what a save holds is put back, but for random numbers and the place in the data, which wait until it is iterated over.
+        ``shares_out``: whether each rank has other samples."""
         self.loop, self.kept, self.settings = loop, kept, {**settings, "ranks": self.ranks}
+        self._sharing = self.ranks if shares_out else 1
         self.reading = Reading(self.torch, loop.loader, own_generators)
         parameters = self.kept.parameters()
         clocks = Clocks(seconds, thread_seconds)
@@ -88,14 +93,16 @@ class Saving:
     def _go_on(self, save: Save) -> Resumed:
         told = save.manifest.told
         differs = drift(told.get("surroundings", {}), self._surroundings())
-        state, own, place, words = parts_of(self.torch, save, self.rank, self.ranks, self.reading.shape())
-        inexact = [*told.get("inexact", ()), *(f"{where} ({what}) was not stored" for where, what in save.manifest.left_out.items()), *words]
-        if self.stops_on_drift and (differs or words):
-            self._refuse(save, [*differs, *words])
-        inexact += [f"{where} is not what it was" for where in self.kept.put_back(state)]
-        if own is not state:
+        parts = parts_of(self.torch, save, self.rank, self.ranks, self._sharing, self.reading.shape())
+        inexact = [*told.get("inexact", ()), *(f"{where} ({what}) was not stored" for where, what in save.manifest.left_out.items()), *parts.words]
+        if self.stops_on_drift and (differs or parts.words):
+            self._refuse(save, [*differs, *parts.words])
+        state, own = parts.state, parts.own
+        slices = chain([own["slices"]] if "slices" in own else [], slices_of_others(self.torch, save, self.rank))
+        inexact += [f"{where} is not what it was" for where in self.kept.put_back(filled(self.torch, state, self.kept.like(), slices))]
+        if "all buffers" in own:
             self.kept.put_back_buffers(own["all buffers"])
-        moved = self.reading.go_on(place)
+        moved = self.reading.go_on(parts.place)
         if self.stops_on_drift and moved:
             self._refuse(save, moved)
         differs += moved
@@ -177,10 +184,11 @@ class Saving:
             state |= self.kept.state()
             state["loop"] = {"index": loop.index, "epoch": loop.epoch, "first_index": self._first[0], "first_epoch": self._first[1]}
         else:
-            state["all buffers"] = self.kept.all_buffers()
+            state |= self.kept.part()
         packed = pack(self.torch, state)
         self.saver.save(loop.index, packed, {"surroundings": self._surroundings(), "inexact": self._why_not_exact(), "ranks": self.ranks,
-                                             "tuned": loop.plan.to_toml() if loop.tuned is not None else None}, began_s)
+                                             "sharing": self._sharing, "staged": self.kept.stage is not None,
+                                             "tuned": loop.plan.to_toml() if loop.tuned is not None else self.plan}, began_s)
         if self.every == 1:
             self.saver.wait()  # whoever wants each step kept loses none, also not one that was being written
 
@@ -201,8 +209,7 @@ class Saving:
         return list(dict.fromkeys(found))
 
     def _surroundings(self) -> dict[str, Any]:
-        script = _digest_of_script()
-        return surroundings(self.torch, {**self.settings, "plan": self.loop.plan.describe(), **({"script": script} if script else {})})
+        return surroundings(self.torch, {**self.settings, "plan": self.loop.plan.describe(), **self._script})
 
     def _say(self, sentence: str) -> None:
         LOGGER.warning(sentence)

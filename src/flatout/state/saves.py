@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -99,12 +99,13 @@ def believed(path: Path) -> Save:
 
 
 class Saves:
-    """The folder of saves. Reading needs nothing; who writes must hold the lock: ``with Saves(folder) as saves``, or ``open`` and ``close``."""
+    """The folder of saves. Reading needs nothing; who writes must hold the lock: ``with Saves(folder) as saves``, or ``open`` and ``close``. ``told`` hears the
+    step of each save that was found right."""
 
-    def __init__(self, folder: Path, keep: int = KEEP) -> None:
+    def __init__(self, folder: Path, keep: int = KEEP, told: Callable[[int], None] = lambda step: None) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one save must stay")
-        self.folder, self.keep = folder, keep
+        self.folder, self.keep, self.told = folder, keep, told
         self._lock: Lock | None = None
         self._writes = False
 
@@ -205,8 +206,7 @@ class Saves:
             raise _refused(self.folder, error) from error
         try:
             save = believed(path)
-            if manifest.kind != "rescue":  # a program does not go on from that by itself
-                pulse.saved(manifest.step)
+            self.told(manifest.step)
         except SaveError as error:
             self.set_aside(Bad(path, str(error)))
             raise SaveError(f"{path} was not stored as it was written: {error}. It was put aside; older saves stay.") from None

@@ -72,6 +72,8 @@ class Together:
                 self._until(note.exists, f"rank {rank} has not brought its part of it within {PATIENCE_S:.0f} s. All ranks must see the same folder "
                                          f"{self.saves.folder}")
                 brought = json.loads(read_file(note, MOST_NOTE_BYTES))
+                if why_not := brought["unsound"]:
+                    raise SaveError(f"on rank {rank}, {why_not}. Earlier saves stay.")
                 files |= {name: Stored(size, digest) for name, (size, digest) in brought["files"].items()}
                 left_out |= {f"rank {rank}: {where}": what for where, what in brought["left_out"].items()}
                 note.unlink()
@@ -91,7 +93,7 @@ class Together:
             raise StorageError("rank 0 has not begun one.")
         name = part_of(self.rank)
         stored = write_state(unfinished, name, packed)
-        note = {"files": {file: (each.bytes, each.sha256) for file, each in stored.items()}, "left_out": packed.left_out}
+        note = {"files": {file: (each.bytes, each.sha256) for file, each in stored.items()}, "left_out": packed.left_out, "unsound": self.sound(packed)}
         try:
             write_file(unfinished / f"{name}.half", [json.dumps(note).encode()])
             os.rename(unfinished / f"{name}.half", unfinished / f"{name}.note")

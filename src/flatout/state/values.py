@@ -11,6 +11,7 @@
     {"large": tensor}               an array of numpy that is stored as a tensor
     {"tensor": name, "dtype": ..., "shape": [...], "order": [...]}    its bytes lie in the file of tensors; ``order`` are its dimensions from the widest
                                                                       stride to the narrowest, where that is another order than theirs
+    {"slice": tensor, "shape": [...], "at": [...]}                    this rank's part of a tensor that is divided over ranks, and where in it that begins
     {"missing": type}                                                 was left out of a list
 
 Types are compared exactly: a subclass may carry what nobody here knows of.
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.plan.errors import SaveError
+from flatout.state.slices import Slice, is_divided, slice_of
 
 DEEPEST = 64
 MANY, LARGE_BYTES = 64, 4096
@@ -111,6 +113,10 @@ class _Packer:
             return {"device": str(value)}
         if kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return self._tensor(value, where)
+        if is_divided(value):
+            mine = slice_of(value)
+            if mine is not None:
+                return {"slice": self._tensor(mine.local, where), "shape": list(mine.shape), "at": list(mine.offsets)}
         numpy = sys.modules.get("numpy")
         if numpy is not None and kind is numpy.ndarray and not value.dtype.hasobject and value.dtype.names is None:
             return self._array(value, where)
@@ -187,6 +193,8 @@ def _value_of(torch: Any, tree: Any, tensors: Mapping[str, Any], depth: int) -> 
         return [inside(each) for each in tree]
     if "tensor" in tree:
         return _tensor_of(torch, tree, tensors)
+    if "slice" in tree:
+        return _slice_of(torch, tree, tensors)
     ((kind, told),) = tree.items()
     if kind in PAIRS.values():
         made = MADE_OF[kind]()
@@ -247,6 +255,14 @@ def _tensor_of(torch: Any, told: dict[str, Any], tensors: Mapping[str, Any]) -> 
         raise ValueError("dimensions in no order")
     found = tensors[told["tensor"]].view(_dtype(torch, told["dtype"])).reshape([shape[at] for at in order])
     return found.permute([order.index(at) for at in range(len(order))])
+
+
+def _slice_of(torch: Any, told: dict[str, Any], tensors: Mapping[str, Any]) -> Slice:
+    local, shape, at = _tensor_of(torch, told["slice"], tensors), told["shape"], told["at"]
+    if not len(shape) == len(at) == local.dim() or any(type(each) is not int or each < 0 for each in (*shape, *at)) or any(
+            start + size > whole for start, size, whole in zip(at, local.shape, shape, strict=True)):
+        raise ValueError("a part that lies outside of its whole")
+    return Slice(local, tuple(shape), tuple(at))
 
 
 def _dtype(torch: Any, name: str) -> Any:

@@ -1,0 +1,148 @@
+"""Lives of trainings whose model is divided over ranks, forked from one process that has torch: whole ones, and ones that are left and gone on with by as many
+ranks, or by others. Prints what came of them as JSON."""
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import flatout
+from flatout.plan.errors import FlatoutError
+
+SAMPLES, BATCH = 24, 12
+STYLES = {"up": ColwiseParallel, "down": RowwiseParallel}
+
+
+def network():
+    flatout.seed(0)
+    layers = {"body": nn.Linear(6, 10), "drop": nn.Dropout(0.2), "up": nn.Linear(10, 14), "act": nn.GELU(), "down": nn.Linear(14, 10), "head": nn.Linear(10, 3)}
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    return model.double()
+
+
+def loss_fn(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def loop_of(kind, folder, rank, ranks, dropout=0.2, beside=False, **more):
+    """``tensor``: layers shared; ``pipeline``: a stage each; ``fsdp``: weights shared, and samples; ``ddp``: samples shared; ``single``:
+    one process that has all shares; ``alone``: one that knows of none. ``beside``: a second optimizer."""
+    model = network()
+    model.drop.p = dropout
+    x = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, torch.arange(SAMPLES) % 3)
+    if kind == "fsdp":
+        for layer in (model.body, model.up, model.down, model.head, model):
+            fully_shard(layer)
+    shares = kind in ("fsdp", "ddp", "single")
+    sampler = DistributedSampler(data, ranks, rank, shuffle=True, seed=3) if shares else None
+    batch = BATCH // ranks if shares else BATCH
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    parallel = {name: style() for name, style in STYLES.items()} if kind == "tensor" else flatout.Pipeline(ranks, "gpipe") if kind == "pipeline" else None
+    loader = DataLoader(data, batch, shuffle=sampler is None, sampler=sampler)
+    return flatout.Loop(model, optimizer, loss_fn, loader, epochs=5, parallel=parallel, clip=0.5, saves=folder, save_every=1,
+                        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7), **more,
+                        also={"momentum": torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)} if beside else None)
+
+
+def digest(loop):
+    """Of all that this rank holds."""
+    found = hashlib.sha256()
+    optimizers = [loop.optimizer, *loop._saving.kept.also.values()]
+    states = [value for optimizer in optimizers for state in optimizer.state_dict()["state"].values() for value in state.values()]
+    for tensor in [*loop.parameters, *states]:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        found.update(local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    found.update(repr([loop.scheduler.get_last_lr(), torch.get_rng_state().tolist()]).encode())
+    return found.hexdigest()
+
+
+def lived(kind, folder, rank, ranks, until, change, more):
+    try:
+        loop = loop_of(kind, folder, rank, ranks, **more)
+    except FlatoutError as error:
+        return {"refused": str(error)}
+    losses = {}
+    for step in loop:
+        losses[step.index] = float(step.loss)
+        for optimizer in loop._saving.kept.also.values():
+            optimizer.step()
+        if change is not None:
+            change(loop, step, rank)
+        if step.index == until:
+            break
+    weights = [(p.full_tensor() if hasattr(p, "full_tensor") else p).flatten().tolist() for p in loop.parameters]
+    resumed = loop.resumed
+    return {"losses": losses, "weights": weights, "digest": digest(loop), "index": loop.index, "exact": resumed.exact if resumed else None,
+            "said": resumed.sentences() if resumed else []}
+
+
+def live(kind, folder, ranks, until=None, change=None, **more):
+    """What each rank tells."""
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent))
+    pids = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.dup2(os.open(scratch / f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+                if ranks > 1:
+                    distributed.init_process_group("gloo", init_method=f"file://{scratch / 'store'}", rank=rank, world_size=ranks)
+                (scratch / f"{rank}").write_text(json.dumps(lived(kind, folder, rank, ranks, until, change, more)))
+                if ranks > 1:
+                    distributed.barrier()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    if any(codes):
+        sys.exit(f"{kind}: exit codes {codes}\n" + "\n".join((scratch / f"{rank}.err").read_text()[-2500:] for rank in range(ranks)))
+    return [json.loads((scratch / f"{rank}").read_text()) for rank in range(ranks)]
+
+
+def spoil(loop, step, rank):
+    """A weight that only the second rank has becomes NaN."""
+    if step.index == 2 and rank == 1:
+        with torch.no_grad():
+            loop.parameters[2].to_local().view(-1)[0] = float("nan")
+
+
+def main():
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        at = Path(name)
+        found = {}
+        for kind in ("tensor", "pipeline", "fsdp"):
+            for until in (2, 6):
+                live(kind, at / kind, 2, until, beside=kind == "fsdp")
+            found[kind] = {"gone on": live(kind, at / kind, 2, beside=kind == "fsdp"), "whole": live(kind, at / f"{kind} whole", 2, beside=kind == "fsdp")}
+        for kind, turns in {"tensor": [("tensor", 2), ("alone", 1), ("tensor", 2)], "fsdp": [("fsdp", 2), ("fsdp", 3), ("single", 1), ("fsdp", 2)],
+                            "ddp": [("ddp", 2), ("single", 1), ("ddp", 2)]}.items():
+            folder = at / f"{kind} turns"
+            same = {"dropout": 0.0, "beside": kind == "fsdp"}
+            lives = [live(of, folder, ranks, 2 + 2 * number if number + 1 < len(turns) else None, **same) for number, (of, ranks) in enumerate(turns)]
+            found[f"{kind} turns"] = {"lives": lives, "whole": live(kind, at / f"{kind} undivided", 2, **same)}
+        found["stages alone"] = live("alone", at / "pipeline", 1)
+        live("fsdp", at / "spoiled", 2, until=5, change=spoil, on_nan="ignore")
+        found["spoiled"] = sorted(path.name for path in (at / "spoiled").glob("step-*"))
+    print(json.dumps(found))
+
+
+main()

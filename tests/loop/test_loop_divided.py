@@ -1,0 +1,63 @@
+"""Models that are divided over ranks: what each rank has is saved and gone on with, by as many ranks to the last bit, by more or fewer as the same training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+LIVES = Path(__file__).with_name("divided_lives.py")
+
+
+@pytest.fixture(scope="module")
+def lives():
+    done = subprocess.run([sys.executable, str(LIVES)], capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "fsdp"])
+def test_left_twice_and_gone_on_it_ends_with_the_same_bits(lives, kind):
+    """In the middle of the second and of the fourth epoch; each rank's weights, optimizers, rate and random numbers."""
+    for whole, again in zip(lives[kind]["whole"], lives[kind]["gone on"], strict=True):
+        assert again["said"][0].startswith("going on after step 6"), again["said"]
+        assert again["exact"], again["said"]
+        assert again["digest"] == whole["digest"]
+        assert again["index"] == whole["index"] == 10
+    assert lives[kind]["whole"][0]["digest"] != lives[kind]["whole"][1]["digest"]
+
+
+@pytest.mark.parametrize("kind", ["tensor turns", "fsdp turns", "ddp turns"])
+def test_other_ranks_go_on_with_the_same_training(lives, kind):
+    """Two, one, two; and two, three, one, two, where nothing divides evenly: the same samples, losses and weights, and no word of the same bits."""
+    turns, whole = lives[kind]["lives"], lives[kind]["whole"]
+    losses = {}
+    for ranks in turns:
+        of_each = [rank["losses"] for rank in ranks]
+        losses |= {at: sum(each[at] for each in of_each) / len(of_each) for at in of_each[0]}
+    expected = {at: sum(each["losses"][at] for each in whole) / len(whole) for at in whole[0]["losses"]}
+    assert list(losses) == list(expected)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for ranks in turns[1:]:
+        for rank in ranks:
+            assert rank["exact"] is False
+            assert "ranks" in " ".join(rank["said"])
+    for rank in turns[-1]:
+        for mine, theirs in zip(rank["weights"], whole[0]["weights"], strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-12)
+
+
+def test_a_stage_is_not_the_whole_model(lives):
+    assert "each of 2 ranks had a stage of the model, and there are 1 now" in lives["stages alone"][0]["refused"]
+
+
+def test_a_slice_that_is_spoiled_keeps_all_of_it_from_being_saved(lives):
+    """NaN in what only the second rank has."""
+    assert lives["spoiled"] == ["step-00000001", "step-00000002"]
