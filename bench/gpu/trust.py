@@ -83,7 +83,7 @@ def child(kind: str, saves: Path | None, steps: int, out: Path, smoke: bool) -> 
 
     flatout.seed(0, deterministic=True)
     model, optimizer, loader = made(kind, smoke)
-    loop = flatout.Loop(model, optimizer, loss_fn, loader, epochs=1000, steps=steps, saves=saves)
+    loop = flatout.Loop(model, optimizer, loss_fn, loader, epochs=1000, steps=steps, **({"saves": saves, "save_every": 20} if saves else {}))
     if loop.resumed is not None and not loop.resumed.exact:
         raise SystemExit("; ".join(loop.resumed.sentences()))
     for step in loop:

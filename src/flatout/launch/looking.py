@@ -18,7 +18,6 @@ LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen|/f
 COMPILES = re.compile(r"/torch/(?:_dynamo|_inductor|_export|fx|_functorch)/|/triton/|/torch/utils/cpp_extension\.py")
 IMPORTS = re.compile(r"^<frozen importlib")
 MEETS_RANKS = re.compile(r"/torch/distributed/|/ranks/(?:exchange|convoy|wire|sharding)\.py|/autograd/graph\.py|/torch/cuda/")
-IDLE_WORKER = re.compile(r"/torch/utils/data/_utils/worker\.py")
 FETCHES = re.compile(r"/torch/utils/data/_utils/fetch\.py|/flatout/pipeline/")
 
 

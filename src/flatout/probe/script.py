@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from flatout.plan.findings import Place
-from flatout.probe.names import COMPREHENSIONS, FUNCTIONS, Binding, Names
+from flatout.probe.names import FUNCTIONS, Binding, Names
 
 MAX_BYTES = 4_000_000  # a script that a person wrote is never that large
 MAX_NODES = 150_000  # some 15,000 lines; each rule walks them all
@@ -106,9 +106,6 @@ class Source:
 
     def klass(self, node: ast.AST) -> ast.ClassDef | None:
         return next((each for each in self.parents(node) if isinstance(each, ast.ClassDef)), None)
-
-    def in_comprehension(self, node: ast.AST) -> bool:
-        return any(isinstance(each, COMPREHENSIONS) for each in self.parents(node))
 
     def bindings(self, node: ast.AST) -> list[Binding]:
         return self.names.lookup(node) if isinstance(node, ast.Name) else []

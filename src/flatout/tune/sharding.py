@@ -11,7 +11,6 @@ from flatout.plan.records import TrialRecord
 
 LEVER = "sharding"
 AUTO, ALWAYS, NEVER = "auto", "always", "never"
-CHOICES = (AUTO, ALWAYS, NEVER)
 ROOM = 0.5  # of what a rank has; activations, what kernels take for themselves and the rest of the program need the other half
 WORTH_SAYING = 0.1
 RAN_OUT = ("OutOfMemoryError", "CUDA out of memory", "can't allocate memory", "MemoryError")
