@@ -9,8 +9,8 @@ optimizer, scheduler, an average of the weights and all random states, of each r
     lost steps    steps that were done when it was killed, and had to be done again. With an interval of n at most 2 n: the last save may not be finished yet
     unrecovered   trainings that did not come to an end: an error, a hang, a save that was refused
 
-With --stall also what saves cost: one process, blocks of steps with saves at the interval that the Loop chooses and without, in turns, and the Saver's own
-books.
+With --stall what saves cost, and --kills 0 keeps the trainings that are there: in one process, rounds of four blocks of steps, without saves, with saves at
+the interval that the Loop chooses, with, without, and the Saver's own books. What is still being written at the end of a block belongs to it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from provenance import HERE, RESULTS, markdown_table, stamp, write_result
+from overhead import interval, spell
+from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_result
 
 sys.path.insert(0, str(HERE / "programs"))
 
@@ -38,6 +39,7 @@ PATIENCE_S = 90.0  # of one life
 LONGEST_LIFE_S = 0.9
 MOST_LIVES = 60  # of one training
 GOAL = 1000
+STATES = (("small", 64, 2, 64), ("60 MB", 1300, 3, 64), ("60 MB, large steps", 1300, 3, 512))  # width, layers, batch
 
 
 class Life:
@@ -206,49 +208,59 @@ def summary(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def stall(seconds_each: float, scratch: Path) -> list[dict[str, Any]]:
-    """Steps with saves at the chosen interval and without, in turns, in one process."""
+    """Of each size: rounds of milliseconds a step without saves, with, with, without, in one process."""
     import torch
 
     import flatout
 
     found = []
-    for name, width, layers in (("small", 64, 2), ("256 MB", 2600, 3)):
+    for name, width, layers, batch in STATES:
         loops = {}
         for side in ("plain", "saves"):
             torch.manual_seed(0)
             model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-            batches = [torch.randn(64, width)] * 10**6
-            more = {"saves": scratch / f"stall {width}"} if side == "saves" else {}
+            batches = [torch.randn(batch, width)] * 10**6
+            more = {"saves": scratch / f"stall {name}"} if side == "saves" else {}
             loops[side] = flatout.Loop(model, optimizer, lambda m, b: m(b).square().mean(), batches, **more)
         steps = {side: iter(loop) for side, loop in loops.items()}
-        for iterator in steps.values():
-            for _ in range(5):
-                next(iterator)
-        spent, count = {"plain": 0.0, "saves": 0.0}, {"plain": 0, "saves": 0}
-        end, block_s, turn = time.monotonic() + seconds_each, seconds_each / 40, 0
         saver = loops["saves"]._saving.saver
-        while time.monotonic() < end:
-            for side in (("plain", "saves"), ("saves", "plain"))[turn % 2]:
-                began = time.perf_counter()
-                while time.perf_counter() - began < block_s:
-                    next(steps[side])
-                    count[side] += 1
-                if side == "saves":
-                    spent_waiting = time.perf_counter()
-                    saver.wait()  # what is still being written belongs to this side
-                    spent["saves"] += time.perf_counter() - spent_waiting
-                spent[side] += time.perf_counter() - began - (time.perf_counter() - spent_waiting if side == "saves" else 0.0)
-            turn += 1
-        ms = {side: 1e3 * spent[side] / count[side] for side in spent}
-        cost = saver.cost
+
+        def block(side: str, length_s: float, steps: Any = steps, saver: Any = saver) -> float:
+            began, count = time.perf_counter(), 0
+            while time.perf_counter() - began < length_s:
+                next(steps[side])
+                count += 1
+            if side == "saves":
+                saver.wait()
+            return 1e3 * (time.perf_counter() - began) / count
+
+        for side in loops:
+            block(side, 2.0)
+        waited_s, worked_s, saves = saver.cost.waited_s, saver.cost.worked_s, saver.cost.saves
+        length_s, began = max(2.0, 2.5 * saver.cost.last_s / saver.share), time.monotonic()  # two saves and more in each block
+        rounds = []
+        while time.monotonic() - began < seconds_each or len(rounds) < 3:
+            rounds.append([block(side, length_s) for side in ("plain", "saves", "saves", "plain")])
         size = sum(stored.bytes for stored in saver.last.manifest.files.values()) if saver.last is not None else 0
-        found.append({"state": name, "bytes": size, "saves": cost.saves, "seconds": round(seconds_each, 1), "step_ms": round(ms["plain"], 3),
-                      "step_ms_with_saves": round(ms["saves"], 3), "share_by_steps": ms["saves"] / ms["plain"] - 1,
-                      "waited_s": cost.waited_s, "worked_s": cost.worked_s, "share_by_books": (cost.waited_s + cost.worked_s) / seconds_each})
+        found.append({"state": name, "bytes": size, "saves": saver.cost.saves - saves, "block_s": length_s, "rounds": rounds,
+                      "seconds": 2 * len(rounds) * length_s, "waited_s": saver.cost.waited_s - waited_s, "worked_s": saver.cost.worked_s - worked_s})
         for iterator in steps.values():
             iterator.close()
     return found
+
+
+def stall_page(found: list[dict[str, Any]]) -> str:
+    rows = []
+    for each in found:
+        shares = [(b + c) / (a + d) - 1 for a, b, c, d in each["rounds"]]
+        same = [d / a - 1 for a, _, _, d in each["rounds"]]
+        rows.append((each["state"], f"{each['bytes']:,}", each["saves"], f"{each['block_s']:.1f}", len(each["rounds"]),
+                     f"{median((a + d) / 2 for a, _, _, d in each['rounds']):.3f} ms", f"{spell(interval([[100 * x for x in shares]]), 2)} %",
+                     f"{spell(interval([[100 * x for x in same]]), 2)} %", f"{each['waited_s'] / each['seconds']:.2%}",
+                     f"{(each['waited_s'] + each['worked_s']) / each['seconds']:.2%}"))
+    return "\n## What saves cost\n\n" + markdown_table(
+        ("state", "bytes of a save", "saves", "block, s", "rounds", "step, plain", "with saves", "A/A", "waited, by the books", "and worked"), rows) + "\n"
 
 
 def main() -> None:
@@ -257,14 +269,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first training; the next ones follow")
     parser.add_argument("--at-once", type=int, default=2, help="trainings beside each other")
     parser.add_argument("--spawn-every", type=int, default=12, help="one training in so many may spawn its loader workers")
-    parser.add_argument("--stall", type=float, default=0.0, metavar="SECONDS", help="measure what saves cost, so long for each of two sizes")
+    parser.add_argument("--stall", type=float, default=0.0, metavar="SECONDS", help="measure what saves cost, so long for each size")
+    parser.add_argument("--more", action="store_true", help="add to the trainings that are there instead of beginning anew")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     made, began = stamp(), time.monotonic()
+    before = read_result("resume", made, args.out)
     warm()
     with tempfile.TemporaryDirectory() as scratch:
-        stalls = stall(args.stall, Path(scratch)) if args.stall else []
+        stalls = stall(args.stall, Path(scratch)) if args.stall else before.get("stall", [])
         children = []
         for number in range(args.at_once):
             out = Path(scratch) / f"campaign{number}"
@@ -279,24 +293,28 @@ def main() -> None:
         for pid, _ in children:
             os.waitpid(pid, 0)
         found = [json.loads(line) for _, out in children for line in out.read_text().splitlines()]
+    campaigns = [{"minutes": (time.monotonic() - began) / 60, "date": made["date"], "version": made["versions"]["flatout"]}] if found else []
+    if args.more or not args.kills:
+        new = {record["seed"] for record in found}
+        found = [record for record in before.get("trainings", []) if record["seed"] not in new] + found
+        campaigns = before.get("campaigns", []) + campaigns
     rows = summary(found)
     kills, wrong = rows[0][2], rows[0][6]
     late = [record["seed"] for record in found if record["every"] and any(lost > 2 * record["every"] for lost in record["lost"])]
     at_once = [lost for record in found if record["every"] == 1 for lost in record["lost"]]
-    said = f"{kills} kills of {len(found)} trainings in {(time.monotonic() - began) / 60:.0f} minutes: **{wrong} not recovered with the same bits**; " \
+    minutes = sum(each["minutes"] for each in campaigns)
+    said = f"{kills} kills of {len(found)} trainings in {minutes:.0f} minutes: **{wrong} not recovered with the same bits**; " \
            f"with a save each step {max(at_once, default=0)} steps lost; beyond twice the interval: {late or 'none'}. " \
-           f"Goal: {GOAL} kills, none wrong: {'reached' if kills >= GOAL and not wrong and not late else '**missed**'}."
+           f"Goal: {GOAL} kills, none wrong: {'reached' if kills >= GOAL and not wrong and not late else '**missed**'}. " \
+           + " ".join(f"Made {each['date']} with flatout {each['version']}." for each in campaigns)
     text = f"# Killed at random, gone on exactly\n\n{(__doc__ or '').strip()}\n\n{said}\n\n" + markdown_table(
         ("trainings", "n", "kills", "most steps lost", "median", "other bits", "unrecovered in all"), rows) + "\n"
     if stalls:
-        text += "\n## What saves cost\n\n" + markdown_table(
-            ("state", "bytes of a save", "saves", "measured s", "step, plain", "step, with saves", "by steps", "by the books"),
-            [(each["state"], f"{each['bytes']:,}", each["saves"], each["seconds"], f"{each['step_ms']:.3f} ms", f"{each['step_ms_with_saves']:.3f} ms",
-              f"{each['share_by_steps']:+.2%}", f"{each['share_by_books']:.2%}") for each in stalls]) + "\n"
+        text += stall_page(stalls)
     if wrong:
         text += "\n## Wrong\n\n" + markdown_table(("seed", "why"), [(record["seed"], record["wrong"][-400:]) for record in found if record["wrong"]]) + "\n"
     print(text)
-    print(*(path.name for path in write_result("resume", made, text, {"trainings": found, "stall": stalls}, folder=args.out)))
+    print(*(path.name for path in write_result("resume", made, text, {"trainings": found, "campaigns": campaigns, "stall": stalls}, folder=args.out)))
 
 
 if __name__ == "__main__":

@@ -136,13 +136,13 @@ def jitter(seed, seconds, compiles):
     print(json.dumps(pauses))
 
 
-def on_and_off(seconds):
-    """Rounds of four blocks of steps of about 5 ms: without the pulse's hooks, with, with, without."""
+def on_and_off(seconds, layers):
+    """Rounds of four blocks of steps: without the pulse's hooks, with, with, without. Of 24 layers a step takes about 5 ms."""
     from flatout.capture import pulse
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(24)])
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(layers)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     loader = torch.utils.data.DataLoader(torch.randn(1 << 16, 256), batch_sampler=[list(range(64))] * 100_000)
     batches = iter(loader)
@@ -168,7 +168,7 @@ def on_and_off(seconds):
             elif not on:
                 heart.ledger.restore()
             block(2)
-            times.append(1e6 * block(8))
+            times.append(1e6 * block(8 if layers > 4 else 64))
         rounds.append(times)
     print(json.dumps({"rounds": rounds, "beats": heart.words[0]}))
 
@@ -177,14 +177,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fault", nargs=3, metavar=("KIND", "WHERE", "AT"))
     parser.add_argument("--jitter", nargs=3, type=int, metavar=("SEED", "SECONDS", "COMPILES"))
-    parser.add_argument("--on-and-off", type=float, metavar="SECONDS")
+    parser.add_argument("--on-and-off", nargs=2, metavar=("SECONDS", "LAYERS"))
     args = parser.parse_args()
     if args.fault:
         fault(args.fault[0], args.fault[1], int(args.fault[2]))
     elif args.jitter:
         jitter(args.jitter[0], args.jitter[1], bool(args.jitter[2]))
     else:
-        on_and_off(args.on_and_off)
+        on_and_off(float(args.on_and_off[0]), int(args.on_and_off[1]))
 
 
 if __name__ == "__main__":
