@@ -5,6 +5,7 @@
     alarms     jittered steps, evaluations, gaps between epochs and recompilation, for so many minutes: nothing of it may be called a hang
     kills      the supervisor is killed outright; three seconds later, processes that are left are counted
     told       SIGTERM at a random moment: a save, exit code 143, and after how long
+    goodput    a training with `flatout.Loop` that is killed once a minute: the steps that counted in the end, each as long as it took, as a share of all time
     overhead   a short step and one of some 5 ms without the pulse's hooks and with them, in turns inside one process that is really watched over. What hooks
                cost does not grow with the step: the short one, beside which noise is smaller, tells it, and the long one whether that is so
 
@@ -22,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -128,6 +130,37 @@ def told(seed: int) -> dict[str, Any]:
     return {"seed": seed, "code": process.returncode, "saved": saved, "took_s": round(took, 3), "orphans": orphans}
 
 
+def goodput(seed: int, minutes: float) -> dict[str, Any]:
+    """One training, killed at a random moment of each minute but the last."""
+    draw, mark = random.Random(seed), uuid.uuid4().hex
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        process = start(mark, folder, "--goodput", str(60 * minutes), options=("--restarts", "1000"))
+        trains, kills = Path(folder, "trains"), []
+        said: list[str] = []
+        assert process.stderr is not None
+        reader = threading.Thread(target=lambda: said.extend(process.stderr), daemon=True)
+        reader.start()
+        moments = [60 * (minute + draw.random()) for minute in range(int(minutes))]
+        while process.poll() is None:
+            if moments and time.monotonic() - began >= moments[0] and trains.exists():
+                moments.pop(0)
+                pid, _ = int(trains.read_text()), trains.unlink()  # a life that has not come to its first step is not killed again
+                os.kill(pid, signal.SIGKILL)
+                kills.append(round(time.monotonic() - began, 1))
+            time.sleep(0.01)
+        took_s = time.monotonic() - began
+        reader.join()
+        counted = dict(line.split() for line in Path(folder, "steps").read_text().splitlines() if len(line.split()) == 2)
+        records = [json.loads(line) for path in Path(folder).glob(".flatout/*/incidents.jsonl") for line in path.read_text().splitlines()]
+        lost = sum(len(line.split()) == 2 for line in Path(folder, "steps").read_text().splitlines()) - len(counted)
+        end(mark)
+    words = re.search(r"(\d+)% of the time", "".join(said))
+    return {"seed": seed, "code": process.returncode, "took_s": took_s, "kills": kills, "steps": len(counted), "again": lost,
+            "goodput": sum(map(float, counted.values())) / took_s, "said": int(words[1]) / 100 if words else None,
+            "restarts": [{key: record[key] for key in ("stop_s", "start_s", "load_s")} for record in records]}
+
+
 def overhead(seconds: float, processes: int) -> list[dict[str, Any]]:
     ran: dict[int, list[Any]] = {layers: [] for layers in LAYERS}
     memory = []
@@ -200,6 +233,14 @@ def kills_part(found: list[Any]) -> str:
             f"**{sum(len(each['orphans']) for each in found)} left** three seconds later.")
 
 
+def goodput_part(found: list[Any]) -> str:
+    rows = [(each["seed"], f"{each['took_s'] / 60:.1f}", len(each["kills"]), each["steps"], each["again"],
+             *(figure(sorted(one[key] for one in each["restarts"] if one[key] is not None), median) for key in ("stop_s", "start_s", "load_s")),
+             f"{each['goodput']:.1%}", f"{each['said']:.0%}" if each["said"] is not None else "") for each in found]
+    header = ("seed", "minutes", "kills", "steps", "made again", "stop, s", "start, s", "load, s", "goodput (goal: 90 %)", "as flatout says it")
+    return "## Goodput\n\n" + markdown_table(header, rows)
+
+
 def told_part(found: list[Any]) -> str:
     times = [each["took_s"] for each in found]
     right = sum(each["code"] in (143, -signal.SIGTERM) and each["saved"] and not each["orphans"] for each in found)
@@ -214,16 +255,17 @@ def overhead_part(found: list[Any]) -> str:
             + f"\n\nThe supervisor and its keeper together take {median(found[0]['memory_kib']) / 1024:.1f} MiB (goal: 20).")
 
 
-PARTS = {"faults": faults_part, "alarms": alarms_part, "kills": kills_part, "told": told_part, "overhead": overhead_part}
+PARTS = {"faults": faults_part, "alarms": alarms_part, "kills": kills_part, "told": told_part, "goodput": goodput_part, "overhead": overhead_part}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=0, help="so many faults")
     parser.add_argument("--alarms", type=int, default=0, metavar="RUNS", help="so many jittered runs")
-    parser.add_argument("--minutes", type=float, default=10, help="of each jittered run")
+    parser.add_argument("--minutes", type=float, default=10, help="of each jittered run, of each training that is killed once a minute")
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--told", type=int, default=0, metavar="SIGNALS")
+    parser.add_argument("--goodput", type=int, default=0, metavar="RUNS", help="so many trainings of --minutes each")
     parser.add_argument("--overhead", type=float, default=0, metavar="SECONDS", help="of each of --processes processes")
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=3)
@@ -232,7 +274,7 @@ def main() -> None:
     args = parser.parse_args()
     made = stamp()
     before = read_result("supervise", made, args.out)
-    raw: dict[str, Any] = {name: before.get(name, []) for name in ("faults", "alarms", "kills", "told", "overhead")}
+    raw: dict[str, Any] = {name: before.get(name, []) for name in PARTS}
     seeds = lambda count: range(args.first_seed, args.first_seed + count)  # noqa: E731
 
     def keep(name: str, ran: Any) -> None:
@@ -251,6 +293,8 @@ def main() -> None:
             keep("kills", pool.map(killed, seeds(args.kills)))
         if args.told:
             keep("told", pool.map(told, seeds(args.told)))
+        if args.goodput:
+            keep("goodput", (goodput(seed, args.minutes) for seed in seeds(args.goodput)))  # one by one: each needs the machine
         if args.alarms:
             keep("alarms", pool.map(lambda seed: alarmed(seed, args.minutes), seeds(args.alarms)))
     text = page(raw)

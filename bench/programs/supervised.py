@@ -1,5 +1,5 @@
-"""The program of bench/supervise.py: a small training that saves and goes on by itself, with a fault, with jitter, or on and off the pulse. Knows nothing of
-flatout but where the last of these is asked for."""
+"""The program of bench/supervise.py: a small training that saves and goes on by itself, with a fault, with jitter, on and off the pulse, or with a Loop.
+Knows nothing of flatout but where one of the last two is asked for."""
 
 import argparse
 import ctypes
@@ -173,16 +173,49 @@ def on_and_off(seconds, layers):
     print(json.dumps({"rounds": rounds, "beats": heart.words[0]}))
 
 
+def goodput(seconds):
+    """So long a training with `flatout.Loop`, in as many lives as it takes. Each step leaves its number and how long it took."""
+    import flatout
+
+    flatout.seed(0)
+    torch.set_num_threads(1)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(24)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    loader = torch.utils.data.DataLoader(torch.randn(1 << 16, 256), 64, shuffle=True)
+    goal = Path("goal")
+    if not goal.exists():
+        lengths, x = [], torch.randn(64, 256)
+        for _ in range(100):
+            began = time.perf_counter()
+            model(x).square().mean().backward()
+            optimizer.zero_grad()
+            lengths.append(time.perf_counter() - began)
+        goal.write_text(str(int(seconds / statistics.median(lengths))))
+        flatout.seed(0)
+    loop = flatout.Loop(model, optimizer, lambda m, x: m(x).square().mean(), loader, epochs=10**6, steps=int(goal.read_text()), saves="saves")
+    with open("steps", "a", buffering=1) as out:
+        Path("trains").write_text(str(os.getpid()))
+        last = time.monotonic()
+        for done in loop:
+            now = time.monotonic()
+            out.write(f"{done.index} {now - last:.6f}\n")
+            last = now
+    Path("trains").unlink()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fault", nargs=3, metavar=("KIND", "WHERE", "AT"))
     parser.add_argument("--jitter", nargs=3, type=int, metavar=("SEED", "SECONDS", "COMPILES"))
     parser.add_argument("--on-and-off", nargs=2, metavar=("SECONDS", "LAYERS"))
+    parser.add_argument("--goodput", type=float, metavar="SECONDS")
     args = parser.parse_args()
     if args.fault:
         fault(args.fault[0], args.fault[1], int(args.fault[2]))
     elif args.jitter:
         jitter(args.jitter[0], args.jitter[1], bool(args.jitter[2]))
+    elif args.goodput:
+        goodput(args.goodput)
     else:
         on_and_off(float(args.on_and_off[0]), int(args.on_and_off[1]))
 
