@@ -132,7 +132,7 @@ def training(setting: Any, scratch: Path, most: int = MOST_LIVES) -> dict[str, A
     draw = random.Random(f"kills {setting.seed}")
     expected, whole_s, wrong = undisturbed(setting, scratch)
     folder = Path(tempfile.mkdtemp(dir=scratch))
-    kills, lost, began_anew, longest = 0, [], 0, LONGEST_LIFE_S if setting.start == "fork" else 12.0
+    kills, lost, longest = 0, [], min(LONGEST_LIFE_S if setting.start == "fork" else 12.0, 0.8 * whole_s)  # the first one is to be killed
     before: int | None = None
     while not wrong:
         life = Life(setting, folder, scratch)
@@ -144,7 +144,6 @@ def training(setting: Any, scratch: Path, most: int = MOST_LIVES) -> dict[str, A
         if life.told.get(0, 0) or ended:  # it came to train: where it began is known
             if before is not None:
                 lost.append(before - max(resumed, 0))
-                began_anew += resumed < 0
             before = max(life.told.get(rank, 0) for rank in range(setting.ranks)) or before
         said = [path.read_text() for path in life.out]
         life.end()

@@ -15,6 +15,7 @@ Each process of a run is marked in its environment, and looked for by that.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -131,7 +132,7 @@ def told(seed: int) -> dict[str, Any]:
 
 
 def goodput(seed: int, minutes: float) -> dict[str, Any]:
-    """One training, killed at a random moment of each minute but the last."""
+    """One training of so many minutes of steps, killed at a random moment of each minute."""
     draw, mark = random.Random(seed), uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
@@ -141,10 +142,11 @@ def goodput(seed: int, minutes: float) -> dict[str, Any]:
         assert process.stderr is not None
         reader = threading.Thread(target=lambda: said.extend(process.stderr), daemon=True)
         reader.start()
-        moments = [60 * (minute + draw.random()) for minute in range(int(minutes))]
+        moments = (60 * (minute + draw.random()) for minute in itertools.count())
+        coming = next(moments)
         while process.poll() is None:
-            if moments and time.monotonic() - began >= moments[0] and trains.exists():
-                moments.pop(0)
+            if time.monotonic() - began >= coming and trains.exists():
+                coming = next(moments)
                 pid, _ = int(trains.read_text()), trains.unlink()  # a life that has not come to its first step is not killed again
                 os.kill(pid, signal.SIGKILL)
                 kills.append(round(time.monotonic() - began, 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import threading
 from pathlib import Path
 
@@ -59,6 +61,40 @@ def test_saves_cost_no_more_than_their_share_whatever_they_cost(costs, share, st
             saver._join()
             assert not saver.due(step)
     assert saver.cost.saves >= 1
+
+
+def wasted(cost_s, mean_s, known):
+    """Share of an hour that went into saves and into work that was lost, interrupted by chance every ``mean_s`` seconds. ``known``: whether that is told."""
+    draw, time = random.Random(0), Time()
+    saver = Saver(torch, Paid(time, lambda: 0.0), "test", time.clocks, lambda sentence: pytest.fail(sentence))
+    saver.interrupted_every_s = mean_s if known else math.inf
+    step, kept_s, lost_s, saving_s, dies_s = 0, 0.0, 0.0, 0.0, draw.expovariate(1 / mean_s)
+    while time.wall < 3600:
+        step += 1
+        time.wall += 0.05
+        if saver.due(step):
+            began_s = time.wall
+            time.wall += cost_s
+            saving_s += cost_s
+            saver.save(step, pack(torch, {}), {}, began_s)
+            saver._join()
+            kept_s = time.wall
+        if time.wall >= dies_s:
+            lost_s += time.wall - kept_s
+            kept_s, dies_s = time.wall, time.wall + draw.expovariate(1 / mean_s)
+    return (saving_s + lost_s) / time.wall
+
+
+@pytest.mark.parametrize(("cost_s", "mean_s"), [(0.1, 20), (0.1, 60), (0.5, 60), (0.02, 10)])
+def test_where_it_is_interrupted_often_saves_come_so_often_that_the_least_is_wasted(cost_s, mean_s):
+    """Less than by the share alone, and about the square root of twice the cost over the time between interruptions, which is the least there can be."""
+    with_it, without = wasted(cost_s, mean_s, True), wasted(cost_s, mean_s, False)
+    assert with_it < 0.8 * without
+    assert with_it == pytest.approx(math.sqrt(2 * cost_s / mean_s), rel=0.3)
+
+
+def test_what_is_interrupted_seldom_is_saved_as_ever():
+    assert wasted(0.001, 3000, True) == wasted(0.001, 3000, False)
 
 
 def test_one_writer_and_a_copy_that_does_not_change(tmp_path):

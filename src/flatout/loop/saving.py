@@ -50,6 +50,7 @@ class Saving:
         self._open = True
         self._inexact: list[str] = []  # from the run before
         self._first = 0, 0  # step and epoch with which this training began
+        self._began_s, self._ran_s, self._interruptions = seconds(), 0.0, 0  # now, and in the processes before
         self._resumed_state: dict[str, Any] | None = None
 
     @property
@@ -109,6 +110,9 @@ class Saving:
         at = state["loop"]
         self.loop.index, self.loop.epoch, self._first = at["index"], at["epoch"], (at["first_index"], at["first_epoch"])
         self.saver.goes_on(save.step)
+        self._ran_s, self._interruptions = told["ran_s"], told["interruptions"] + (not told["ended"])
+        if self._interruptions:
+            self.saver.interrupted_every_s = self._ran_s / self._interruptions
         self._inexact, self._resumed_state = list(dict.fromkeys([*inexact, *differs])), own
         resumed = Resumed(save.step, at["epoch"], save.path, tuple(differs), tuple(dict.fromkeys(inexact)), tuple(self.opened.damaged))
         if self.rank == 0:
@@ -161,7 +165,7 @@ class Saving:
     def finish(self) -> None:
         """A last save, which is waited for. Raises SystemExit where a signal has asked to end."""
         if self.saver.last_step != self.loop.index:
-            self._save()
+            self._save(ended=True)
         self.saver.wait()
         if self.company is not None:  # nobody ends before all have brought their parts: a launcher ends the others at once
             self._signals.seen = self.company.largest([self._signals.seen])[0]
@@ -177,7 +181,8 @@ class Saving:
         self.saves.close()
         self._open = False
 
-    def _save(self) -> None:
+    def _save(self, ended: bool = False) -> None:
+        """``ended``: the training is about to, and nothing of it will be lost."""
         loop, began_s = self.loop, seconds()
         state = {"random": random_states(self.torch), "place": self.reading.place()}
         if self.rank == 0:
@@ -185,10 +190,10 @@ class Saving:
             state["loop"] = {"index": loop.index, "epoch": loop.epoch, "first_index": self._first[0], "first_epoch": self._first[1]}
         else:
             state |= self.kept.part()
-        packed = pack(self.torch, state)
-        self.saver.save(loop.index, packed, {"surroundings": self._surroundings(), "inexact": self._why_not_exact(), "ranks": self.ranks,
-                                             "sharing": self._sharing, "staged": self.kept.stage is not None,
-                                             "tuned": loop.plan.to_toml() if loop.tuned is not None else self.plan}, began_s)
+        told = {"surroundings": self._surroundings(), "inexact": self._why_not_exact(), "ranks": self.ranks, "sharing": self._sharing,
+                "staged": self.kept.stage is not None, "tuned": loop.plan.to_toml() if loop.tuned is not None else self.plan,
+                "ran_s": self._ran_s + began_s - self._began_s, "interruptions": self._interruptions, "ended": ended}
+        self.saver.save(loop.index, pack(self.torch, state), told, began_s)
         if self.every == 1:
             self.saver.wait()  # whoever wants each step kept loses none, also not one that was being written
 

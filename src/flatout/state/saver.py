@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,9 +35,12 @@ class Cost:
 
 
 class Saver:
-    """``every``: steps between two saves; None: as often as ``share`` of the time allows, all costs counted. ``say`` hears sentences about what went wrong: the
-    training goes on without that save, and the next one is tried. ``sound`` looks at a copy before it is written: why not to, or "". ``write`` writes a copy
-    in another way than `Saves.write`, with others who each write a part; None where the save is not its own.
+    """``every``: steps between two saves; None: as often as ``share`` of the time allows, all costs counted, and more often where interruptions cost more than
+    that: ``interrupted_every_s`` is the mean time between them (Young 1974, "A first order approximation to the optimum checkpoint interval").
+
+    ``say`` hears sentences about what went wrong: the training goes on without that save, and the next one is tried. ``sound`` looks at a copy before it is
+    written: why not to, or "". ``write`` writes a copy in another way than `Saves.write`, with others who each write a part; it gives None where the save is
+    not its own.
     """
 
     def __init__(self, torch: Any, saves: Saves, kind: str, clocks: Clocks, say: Callable[[str], None], *, every: int | None = None, share: float = SHARE,
@@ -46,6 +50,7 @@ class Saver:
         self._write_copy = write if write is not None else lambda step, copy, told: saves.write(kind, step, {"": copy}, told)
         self.cost = Cost()
         self.last: Save | None = None
+        self.interrupted_every_s = math.inf
         self._snapshot = Snapshot(torch)
         self._writing: threading.Thread | None = None
         self._last_step = -1
@@ -70,7 +75,8 @@ class Saver:
             return step % self.every == 0
         if self._writing is not None and self._writing.is_alive():
             return False
-        return self.clocks.wall_s() - self._began_s >= self.cost.last_s / self.share
+        pause_s = min(self.cost.last_s / self.share, math.sqrt(2 * self.cost.last_s * self.interrupted_every_s) if self.cost.last_s else 0.0)
+        return self.clocks.wall_s() - self._began_s >= pause_s
 
     def save(self, step: int, packed: Packed, told: Mapping[str, Any], since_s: float | None = None) -> None:
         """Copy the state and go on; the rest happens beside. Waits for a save that is still being written. ``since_s``: when the training began to wait, where
