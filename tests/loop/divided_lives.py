@@ -126,6 +126,7 @@ def spoil(loop, step, rank):
 
 def main():
     torch.set_num_threads(1)
+    torch.optim.AdamW(network().parameters())  # imports what every life would import
     with tempfile.TemporaryDirectory() as name:
         at = Path(name)
         found = {}
