@@ -67,7 +67,7 @@ def wasted(cost_s, mean_s, known):
     """Share of an hour that went into saves and into work that was lost, interrupted by chance every ``mean_s`` seconds. ``known``: whether that is told."""
     draw, time = random.Random(0), Time()
     saver = Saver(torch, Paid(time, lambda: 0.0), "test", time.clocks, lambda sentence: pytest.fail(sentence))
-    saver.interrupted_every_s = mean_s if known else math.inf
+    saver.interrupted_every_s = lambda: mean_s if known else math.inf
     step, kept_s, lost_s, saving_s, dies_s = 0, 0.0, 0.0, 0.0, draw.expovariate(1 / mean_s)
     while time.wall < 3600:
         step += 1
@@ -91,6 +91,22 @@ def test_where_it_is_interrupted_often_saves_come_so_often_that_the_least_is_was
     with_it, without = wasted(cost_s, mean_s, True), wasted(cost_s, mean_s, False)
     assert with_it < 0.8 * without
     assert with_it == pytest.approx(math.sqrt(2 * cost_s / mean_s), rel=0.3)
+
+
+def test_interruptions_never_cost_more_than_five_times_the_share():
+    """However often: here each second, so that the least loss would be at a save in each 0.4 s."""
+    draw, time = random.Random(1), Time()
+    saver = Saver(torch, Paid(time, lambda: 0.0), "test", time.clocks, lambda sentence: pytest.fail(sentence))
+    saver.interrupted_every_s = lambda: 1.0
+    spent_s = 0.0
+    for step in range(1, 4000):
+        time.wall += 0.05 * draw.random()
+        if saver.due(step):
+            began_s, spent_s = time.wall, spent_s + 0.1
+            time.wall += 0.1
+            saver.save(step, pack(torch, {}), {}, began_s)
+            saver._join()
+    assert 0.04 < spent_s / time.wall <= 0.05
 
 
 def test_what_is_interrupted_seldom_is_saved_as_ever():

@@ -63,7 +63,8 @@ class Kept:
         def found(where: Where) -> Any:
             for start, parameters in owners.items():
                 if where[:len(start)] == start:
-                    return parameters[where[len(start)]] if where[len(start)] < len(parameters) else None
+                    number = where[len(start)]
+                    return parameters[number] if type(number) is int and number < len(parameters) else None
             at: Any = now
             for key in where:
                 try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -77,6 +78,7 @@ class Saving:
             self.saver = Saver(self.torch, self.saves, KIND, clocks, self._say, every=self.every, write=write)
         else:
             self.saver = Saver(self.torch, self.saves, KIND, clocks, self._say, every=self.every, sound=sound)
+        self.saver.interrupted_every_s = self._interrupted_every_s
         if self.opened.save is None:
             return None
         resumed, error = None, None
@@ -111,8 +113,6 @@ class Saving:
         self.loop.index, self.loop.epoch, self._first = at["index"], at["epoch"], (at["first_index"], at["first_epoch"])
         self.saver.goes_on(save.step)
         self._ran_s, self._interruptions = told["ran_s"], told["interruptions"] + (not told["ended"])
-        if self._interruptions:
-            self.saver.interrupted_every_s = self._ran_s / self._interruptions
         self._inexact, self._resumed_state = list(dict.fromkeys([*inexact, *differs])), own
         resumed = Resumed(save.step, at["epoch"], save.path, tuple(differs), tuple(dict.fromkeys(inexact)), tuple(self.opened.damaged))
         if self.rank == 0:
@@ -180,6 +180,10 @@ class Saving:
         self.saver.wait()
         self.saves.close()
         self._open = False
+
+    def _interrupted_every_s(self) -> float:
+        """So far; one interruption soon after the start means less the longer it goes well."""
+        return (self._ran_s + seconds() - self._began_s) / self._interruptions if self._interruptions else math.inf
 
     def _save(self, ended: bool = False) -> None:
         """``ended``: the training is about to, and nothing of it will be lost."""

@@ -14,6 +14,7 @@ from flatout.state.snapshot import Snapshot
 from flatout.state.values import Packed
 
 SHARE = 0.01
+MOST_SHARES = 5.0
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class Cost:
 
 
 class Saver:
-    """``every``: steps between two saves; None: as often as ``share`` of the time allows, all costs counted, and more often where interruptions cost more than
-    that: ``interrupted_every_s`` is the mean time between them (Young 1974, "A first order approximation to the optimum checkpoint interval").
+    """``every``: steps between two saves; None: as often as ``share`` of the time allows, all costs counted. Where interruptions cost more than that, more
+    often, up to MOST_SHARES of it: ``interrupted_every_s`` gives the mean time between them, and the interval is that of the least loss (Young 1974, "A first
+    order approximation to the optimum checkpoint interval").
 
     ``say`` hears sentences about what went wrong: the training goes on without that save, and the next one is tried. ``sound`` looks at a copy before it is
     written: why not to, or "". ``write`` writes a copy in another way than `Saves.write`, with others who each write a part; it gives None where the save is
@@ -50,7 +52,7 @@ class Saver:
         self._write_copy = write if write is not None else lambda step, copy, told: saves.write(kind, step, {"": copy}, told)
         self.cost = Cost()
         self.last: Save | None = None
-        self.interrupted_every_s = math.inf
+        self.interrupted_every_s: Callable[[], float] = lambda: math.inf
         self._snapshot = Snapshot(torch)
         self._writing: threading.Thread | None = None
         self._last_step = -1
@@ -75,8 +77,12 @@ class Saver:
             return step % self.every == 0
         if self._writing is not None and self._writing.is_alive():
             return False
-        pause_s = min(self.cost.last_s / self.share, math.sqrt(2 * self.cost.last_s * self.interrupted_every_s) if self.cost.last_s else 0.0)
-        return self.clocks.wall_s() - self._began_s >= pause_s
+        return self.clocks.wall_s() - self._began_s >= self._pause_s()
+
+    def _pause_s(self) -> float:
+        cost_s = self.cost.last_s
+        longest_s, mean_s = cost_s / self.share, self.interrupted_every_s()
+        return longest_s if mean_s == math.inf else min(longest_s, max(longest_s / MOST_SHARES, math.sqrt(2 * cost_s * mean_s)))
 
     def save(self, step: int, packed: Packed, told: Mapping[str, Any], since_s: float | None = None) -> None:
         """Copy the state and go on; the rest happens beside. Waits for a save that is still being written. ``since_s``: when the training began to wait, where
