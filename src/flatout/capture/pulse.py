@@ -130,17 +130,16 @@ class Heart:
 
         @wraps(backward)
         def backward_beats(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            words = self.words
+            words, steps_here = self.words, not boundaries.optimizer_seen
+            if steps_here and boundaries.forward_or_backward_begins():
+                words[STEPS] += 1
             words[BACKWARDS] += 1
             words[PHASE] = TRAINING
             if self.watches_losses:
                 self._look_at(tensors)
-            if boundaries.optimizer_seen:
-                return backward(tensors, *args, **kwargs)
-            if boundaries.forward_or_backward_begins():
-                words[STEPS] += 1
             result = backward(tensors, *args, **kwargs)
-            boundaries.backward_ended()
+            if steps_here:
+                boundaries.backward_ended()
             return result
 
         return backward_beats
