@@ -118,6 +118,7 @@ def test_what_was_tuned_is_not_searched_for_again(tmp_path):
         assert loop.plan == found
         assert (loop.tuned is not None) == (until == 99)
         assert loop.resumed is None or loop.resumed.exact, loop.resumed.sentences()
+        loop.close()  # levers of the process are taken off
         losses |= more
     assert losses == plain
 
