@@ -1,0 +1,70 @@
+"""Every fault that a training meets, and the tests that inject it: an index for people, held to what is there."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+# fault -> file, functions
+FAULTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
+    "a process is killed at a random moment": [
+        ("loop/test_loop_resume.py", ("test_killed_at_random_moments_it_ends_with_the_same_bits",)),
+        ("cli/test_supervise.py", ("test_what_dies_and_hangs_ends_with_the_bits_of_the_undisturbed_run",))],
+    "it is killed while it saves": [("state/test_cuts.py", ("test_killed_at_any_call_that_changes_the_disk", "test_the_very_first_save_is_there_or_is_not"))],
+    "it is told to end: once, twice, one rank of several": [
+        ("loop/test_loop_resume.py", ("test_a_signal_ends_it_after_the_step_and_a_save", "test_the_second_signal_ends_it_at_once")),
+        ("cli/test_supervise.py", ("test_signals_reach_the_program_once_and_it_has_its_time",)),
+        ("cli/test_rescue.py", ("test_a_signal_waits_for_the_step_and_the_lines_bring_back_what_it_had_learned",))],
+    "a save is cut off, has a flipped bit or a page of zeros, files of another save, an old manifest": [
+        ("state/test_saves.py", ("test_every_accident_is_seen_and_the_save_before_it_is_used", "test_what_changes_after_it_was_found_right_is_not_read")),
+        ("cli/test_rescue.py", ("test_a_damaged_save_is_named_and_the_one_before_taken",))],
+    "no save can be believed": [("state/test_saves.py", ("test_where_nothing_can_be_believed_nothing_begins_anew",)),
+                                ("loop/test_loop_resume.py", ("test_saves_that_cannot_be_believed",))],
+    "the disk is full, or files may not grow": [
+        ("state/test_disks.py", ("test_a_file_that_may_not_grow", "test_a_disk_that_is_full_and_one_that_gives_way_to_a_read_only_one")),
+        ("cli/test_bad_days.py", ("test_a_full_disk",))],
+    "folders that are read-only, vanish, come back": [
+        ("state/test_disks.py", ("test_a_folder_that_vanishes_and_one_that_comes_back",)),
+        ("cli/test_bad_days.py", ("test_a_folder_that_was_named_and_cannot_be_written", "test_a_folder_where_nothing_can_be_written"))],
+    "a loader worker is stopped, or never gives its batch": [("cli/test_supervise.py", ("test_a_loader_worker_that_stands_still_is_named",))],
+    "a rank is killed under torchrun": [("cli/test_supervise.py", ("test_a_rank_that_is_killed_under_torchrun_goes_on_with_the_same_bits",))],
+    "a rank stands still": [("cli/test_supervise.py", ("test_of_processes_that_wait_for_each_other_the_one_that_does_not_wait_is_named",))],
+    "who has started it is killed": [("cli/test_supervise.py", ("test_nothing_outlives_a_supervisor_that_is_killed",)),
+                                     ("launch/test_gang.py", ("test_whoever_kills_the_launcher_kills_all_of_it",)),
+                                     ("launch/test_elastic.py", ("test_no_rank_outlives_an_agent_that_was_killed",))],
+    "out of memory, injected at every operator, on one rank of two": [
+        ("loop/test_loop_memory.py", ("test_every_operator_of_forward_and_backward", "test_every_operator_of_the_optimizer")),
+        ("loop/test_loop_ranks.py", ("test_all_ranks_do_the_step_again_and_learn_what_they_would_have",))],
+    "out of memory, a real one": [("loop/test_loop_memory.py", ("test_a_real_one_on_the_cpu",))],
+    "numbers that are not finite": [("loop/test_loop_resume.py", ("test_a_spoiled_model_is_not_written_over_a_good_one",)),
+                                    ("loop/test_loop_divided.py", ("test_a_slice_that_is_spoiled_keeps_all_of_it_from_being_saved",)),
+                                    ("loop/test_loop_ranks.py", ("test_an_infinite_gradient_of_one_rank_is_skipped_by_all",)),
+                                    ("cli/test_supervise.py", ("test_a_loss_that_is_not_a_number_ends_the_program_where_that_was_asked",))],
+    "clocks that go wrong": [("state/test_saves.py", ("test_order_is_by_step_and_no_clock_matters",))],
+    "two runs in one folder, and the lock of a dead one": [("state/test_saves.py", ("test_one_writer_at_a_time_and_a_killed_one_is_followed",)),
+                                                           ("state/test_disks.py", ("test_another_process_that_came_first_is_not_disturbed",))],
+    "files that are hostile": [("faults/test_hostile_files.py", ("test_what_is_bad_on_purpose", "test_what_accidents_make_of_a_sound_one"))],
+    "programs that leave in their own way": [("cli/test_run.py", ("test_the_exit_code", "test_a_program_killed_by_a_signal_is_seen_so")),
+                                             ("cli/test_supervise.py", ("test_input_output_and_exit_code_are_the_programs_own",))],
+    "programs with processes, hooks and handlers of their own": [
+        ("capture/test_bootstrap.py", ("test_children_are_reached", "test_loader_workers_are_inert", "test_another_sitecustomize_is_not_hidden")),
+        ("capture/test_signals.py", ("test_a_child_has_the_programs_own_handlers", "test_who_has_taken_the_function_before_us_is_found"))],
+    "a hundred megabytes of output": [("launch/test_process.py", ("test_a_hundred_megabytes_of_output", "test_output_that_fits_is_whole"))],
+    "something is not what it was when it goes on": [
+        ("loop/test_loop_resume.py", ("test_what_differs_is_said_and_nothing_is_claimed", "test_what_does_not_fit_is_refused")),
+        ("state/test_loading.py", ("test_what_differs_is_said",))],
+    "loss of power": [("state/test_cuts.py", ("test_a_loss_of_power_at_any_time",))],
+    "a lever that fails, or is wrong": [("cli/test_run.py", ("test_a_lever_that_fails_at_its_start_leaves_the_program_running",)),
+                                        ("loop/test_loop_auto.py", ("test_a_lever_that_is_wrong_never_touches_the_training",))],
+    "the same death again and again": [("cli/test_supervise.py", ("test_the_same_death_again_and_again_ends_it_with_the_reason",))],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_it_is_injected_by_tests_that_are_there(fault):
+    for file, names in FAULTS[fault]:
+        found = {node.name for node in ast.parse((TESTS / file).read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)}
+        assert found >= set(names), f"{file} has no {set(names) - found}"
