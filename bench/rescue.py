@@ -194,14 +194,17 @@ def measure_cost(seconds: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    global FIRST_SAVE_S, TRACE_S
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="where set.json is")
     parser.add_argument("--only", default="", help="names of scripts, with commas")
     parser.add_argument("--seed", type=int, default=0, help="of the moments at which scripts are ended (default 0)")
     parser.add_argument("--cost", action="store_true", help="measure what it costs; rows of scripts are kept as they were")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long each size measures its costs (default 20)")
+    parser.add_argument("--patience", type=float, default=FIRST_SAVE_S, metavar="SECONDS", help="until a script has ended its first step (default 180)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
+    FIRST_SAVE_S, TRACE_S = args.patience, max(TRACE_S, 2.5 * args.patience)
     if args.folder is None and not args.cost:
         parser.error("name the folder of set.json, or --cost")
     made = stamp()
