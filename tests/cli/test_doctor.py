@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import flatout as package
-from flatout.cli import doctor
+from flatout.cli import doctor, main
 from flatout.diagnose.doctor import ceilings
 from flatout.plan.ceilings import Ceiling, CeilingsRecord
 from flatout.plan.sight import Sight
@@ -101,7 +101,11 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "_seen", Sight)
     monkeypatch.setattr(ceilings, "measure", measure)
-    return record, tmp_path / "flatout" / "ceilings-0123456789ab.json", lambda *words: CliRunner().invoke(doctor.command, words, standalone_mode=False)
+
+    def asked(*words):
+        return CliRunner().invoke(main.flatout, ["doctor", *words], standalone_mode=False)
+
+    return record, tmp_path / "flatout" / "ceilings-0123456789ab.json", asked
 
 
 def test_ceilings_are_shown_and_kept(bench):

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from profiles import healthy
 
-from flatout.cli.report import command as report
+from flatout.cli import main
 from flatout.cli.tune import tune
 from flatout.diagnose.kept import load_profile
 from flatout.launch.command import understand
@@ -75,6 +75,6 @@ def test_what_is_no_profile_tells_nothing(job, monkeypatch, text):
 
 
 def test_report_writes_the_page_of_a_profile(job):
-    done = CliRunner().invoke(report, [], catch_exceptions=False)
+    done = CliRunner().invoke(main.flatout, ["report"], catch_exceptions=False)
     assert done.output.split() == [str(job.profile_page)]
     assert "Data wait" in job.profile_page.read_text(encoding="utf-8")

@@ -55,9 +55,9 @@ def test_levers_are_listed_in_the_order_in_which_they_act(flatout):
 def test_the_page_of_a_lever(lever):
     from click.testing import CliRunner
 
-    from flatout.cli.levers import command
+    from flatout.cli.main import flatout
 
-    shown = CliRunner().invoke(command, [lever.name])
+    shown = CliRunner().invoke(flatout, ["levers", lever.name])
     assert shown.exit_code == 0
     assert shown.output == lever.page.strip() + "\n"
 

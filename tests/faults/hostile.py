@@ -311,6 +311,9 @@ def hostile(opener: Opener) -> dict[str, Callable[[Path], None]]:
         made["a pipe that nobody writes to"] = lambda path: os.mkfifo(path)
     if opener.json and opener.sound:
         made |= {f"odd values {seed}": _written(_odd(opener, random.Random(seed), share=0.3)) for seed in range(8)}
+        told = json.loads(opener.sound)
+        if "command" in told:  # one value alone is wrong, and that early
+            made["a command that is a number"] = _written(json.dumps({**told, "command": 5}).encode())
     if opener.kind == "tensors":
         heads = {
             "a header of a gigabyte": (1 << 30, b""),

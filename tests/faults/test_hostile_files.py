@@ -32,6 +32,7 @@ OF_ITS_OWN = {
     "tensors": ("a header of a gigabyte", "a header without end", "a shape without end", "a NaN size", "two in one place", "negative", "wraps"),
     "manifest": ("one key many times", "a zip of zeros"),
     "state": ("many lists", "deep tables"),
+    "profile to scale": ("a command that is a number",),
 }
 
 

@@ -78,10 +78,6 @@ def command(gpus: str, network: str, inside: str | None, node: int, scaling: str
     if near is not None and between.inside:
         raise UsageError(f"--network {network} joins the devices of one machine; with --inside, --network is what joins the machines, as ib-ndr.")
     seen = _read_profile(profile) if profile is not None else None
-    asked = Asked("scale", words, job) if seen is None or profile is None else OfProfile(seen, profile, job)
-    record = ScaleRecord(**asked.header, scaling=scaling, network=between, inside=near, node=node if near is not None else 1, compute_scale=compute_scale,
-                         local_steps=local_steps, fixed_share=fixed)
-
     def run(stage: object, save: object) -> None:
         found = seen if seen is not None else _measured(asked, budget, stage)
         _take(record, found, str(profile) if profile is not None else "")
@@ -96,6 +92,9 @@ def command(gpus: str, network: str, inside: str | None, node: int, scaling: str
         record.status = "done"
 
     try:
+        asked = Asked("scale", words, job) if seen is None or profile is None else OfProfile(seen, profile, job)
+        record = ScaleRecord(**asked.header, scaling=scaling, network=between, inside=near, node=node if near is not None else 1, compute_scale=compute_scale,
+                             local_steps=local_steps, fixed_share=fixed)
         asked.answer(record, budget, run)
         _show(asked, record, as_json)
     except NOT_OF_ITS_FORM as error:
