@@ -49,4 +49,4 @@ def test_where_two_programs_do_not_fit_into_memory_only_one_runs(tmp_path, tiny,
         assert by_name["malloc"].reason == "too few programs like this one fit into memory at once to race it"
     assert [contest.n for contest in found.contests if contest.how == "fresh pairs"] or found.speedup is None
     assert (found.baseline.step_ms or 0.0) > 0
-    assert found.spent_s < 1.5 * BUDGET_S
+    assert found.spent_s < 3 * BUDGET_S  # a machine that is busy has longer blocks
