@@ -29,17 +29,20 @@ def parts_of(torch: Any, save: Save, rank: int, ranks: int, sharing: int, shape:
     told, name = save.manifest.told, part_of(rank)
     before, shared = told["ranks"], told["sharing"]
     state = save.read(torch)
-    mine = save.read(torch, name) if name and f"{name}.json" in save.manifest.files else None
-    alike = {"random": random_states(torch)} if sharing > 1 else state  # where ranks share layers, all of them have the same samples and random numbers
-    own = state if not rank else mine if mine is not None else alike
-    if mine is not None and mine["stage"] is not None:
-        state = mine["stage"] | {"loop": state["loop"], "place": state["place"]}
+    if rank and f"{name}.json" in save.manifest.files:
+        own = save.read(torch, name)
+        if own["stage"] is not None:
+            state = own["stage"] | {"loop": state["loop"], "place": state["place"]}
+    elif rank and sharing > 1:
+        own = {"random": random_states(torch)}
+    else:  # the first; and where ranks share layers, all of them have the same samples and random numbers
+        own = state
     if before == ranks and shared == sharing:
         return Parts(state, own, own["place"], [])
     if told["staged"]:
         raise SaveError(f"each of {before} ranks had a stage of the model, and there are {ranks} now. Start as many again, or: {ANEW}")
     place, words = place_for(state["place"], shared, sharing, shape)
-    place["now"] = {**place["now"], "random": (own["place"]["now"] if "place" in own else {"random": random_states(torch)})["random"]}
+    place["now"] = {**place["now"], "random": (own["place"]["now"] if "place" in own else own)["random"]}
     return Parts(state, own, place, words or [f"{_there_were(before)}, whose sums were added up in another order"])
 
 

@@ -101,10 +101,9 @@ class Saving:
         if self.stops_on_drift and (differs or parts.words):
             self._refuse(save, [*differs, *parts.words])
         state, own = parts.state, parts.own
-        slices = chain([own["slices"]] if "slices" in own else [], slices_of_others(self.torch, save, self.rank))
+        slices = chain([own.get("slices", {})], slices_of_others(self.torch, save, self.rank))
         inexact += [f"{where} is not what it was" for where in self.kept.put_back(filled(self.torch, state, self.kept.like(), slices))]
-        if "all buffers" in own:
-            self.kept.put_back_buffers(own["all buffers"])
+        self.kept.put_back_buffers(own.get("all buffers", {}))
         moved = self.reading.go_on(parts.place)
         if self.stops_on_drift and moved:
             self._refuse(save, moved)
