@@ -19,13 +19,13 @@ HOME = Path(flatout.__file__).parent
 FILES = sorted(path.relative_to(HOME).as_posix() for path in HOME.rglob("*.py"))
 
 NUMBER = {"plan": 0, "kernels": 1, "pipeline": 1, "probe": 1, "measure": 1, "capture": 1, "state": 1, "launch": 1, "render": 1, "saved": 1, "ranks": 1,
-          "levers": 2, "engine": 2, "trial": 3, "tune": 4, "diagnose": 4, "loop": 5, "cli": 5}
+          "levers": 2, "engine": 2, "replay": 2, "trial": 3, "tune": 4, "diagnose": 4, "loop": 5, "cli": 5}
 BELOW_TRIAL = {room for room, number in NUMBER.items() if number <= 2}
 MAY_IMPORT = {
     "plan": set(), "kernels": set(), "pipeline": set(), "saved": set(), "ranks": {"plan"},
     "probe": {"plan"}, "measure": {"plan"}, "capture": {"plan"}, "state": {"plan"}, "launch": {"plan"}, "render": {"plan"},
     "levers": {"plan", "kernels", "pipeline", "saved", "ranks"},
-    "engine": {"plan", "capture", "measure", "state"},
+    "engine": {"plan", "capture", "measure", "state"}, "replay": {"plan", "capture", "state"},
     "trial": BELOW_TRIAL,
     "tune": {"plan", "levers", "measure", "trial", "engine", "launch"},
     "diagnose": {"plan", "probe", "levers", "measure", "trial", "engine", "launch"},
@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "cli": set(NUMBER) - {"cli", "loop"},
 }
 # What may be imported as a file is loaded, beside the standard library. Everything else waits inside a function.
-HEAVY_AT_TOP = {"kernels": {"torch", "triton"}, "pipeline": {"torch"}, "launch": {"psutil"}, "cli": {"click", "rich"},
+HEAVY_AT_TOP = {"kernels": {"torch", "triton"}, "pipeline": {"torch"}, "replay": {"torch"}, "launch": {"psutil"}, "cli": {"click", "rich"},
                 "render": {"rich", "jinja2", "markupsafe", "plotly"}}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "core", "manager"}
 

@@ -24,7 +24,7 @@ def visible(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-                variables = _variables_of(frame)
+                variables = variables_of(frame)
                 yield from variables.items()
                 for owner in (variables[name] for name in OWNERS if name in variables):
                     yield from list(getattr(owner, "__dict__", {}).items())
@@ -34,7 +34,7 @@ def visible(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
         frame = frame.f_back
 
 
-def _variables_of(frame: FrameType) -> dict[str, Any]:
+def variables_of(frame: FrameType) -> dict[str, Any]:
     """Of a function that runs. Nothing that it holds lives any longer because we have looked."""
     if LIVE_VIEWS:
         return dict(frame.f_locals)

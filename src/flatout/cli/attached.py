@@ -19,7 +19,10 @@ from flatout.plan.standing import standing
 from flatout.plan.words import Moment
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flatout.engine.rescue import Rescue
+    from flatout.replay.again import Again
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -46,7 +49,9 @@ class Attached(Listener):
         self.rank = here.rank if here is not None else int(os.environ.get("RANK", "0"))
         ledger = Ledger()
         self.rescue = _rescue(job, torch, ledger) if self.rank == 0 and job.get("rescue") else None
-        self.scene = Scene(torch, self if self.rescue is None else Several(self, self.rescue), ledger)
+        self.again = _again(job, self.rescue, ledger, self.goes_on) if self.rescue is not None and job.get("resume") else None
+        self.kept: Listener | None = self.again or self.rescue
+        self.scene = Scene(torch, self if self.kept is None else Several(self, self.kept), ledger)
         if here is not None and here.world_size > 1:
             from flatout.capture.aside import keep_aside, launch_folder
 
@@ -54,10 +59,14 @@ class Attached(Listener):
         self.applier = Applier(TABLE, Facts.from_json(job["facts"]), self.scene)
         self.applier.start(self.plan, EARLY)
         self.scene.install()
+        if self.again is not None:
+            self.again.install()
         self.speaks = False
 
     def broke(self, error: Exception) -> None:
         say(f"flatout made a mistake ({type(error).__name__}: {error}) and leaves the program alone from here")
+        if self.again is not None:
+            self.again.broke(error)
         if self.rescue is not None:
             self.rescue.leave()
         self.scene.rest()
@@ -65,7 +74,7 @@ class Attached(Listener):
     def step_end(self) -> None:
         if self.scene.steps == 1:
             self.applier.start(self.plan, LATE)
-            if self.rescue is not None:
+            if self.rescue is not None and (self.again is None or not self.again.going):
                 self.rescue.begin(self.scene)
             self.speaks = self.rank == 0 and speaks_first(os.environ["FLATOUT_JOB"])
             if self.speaks and (len(self.plan) or self.rescue is None):
@@ -78,10 +87,22 @@ class Attached(Listener):
 
     def settled(self) -> None:
         """Everything is in place and was said."""
-        if self.rescue is not None and self.rescue.active:
-            self.scene.listen_for(self.rescue)
+        if self.kept is not None and self.rescue is not None and (self.rescue.active or (self.again is not None and self.again.going)):
+            self.scene.listen_for(self.kept)
         else:
             self.scene.rest()
+
+    def goes_on(self) -> None:
+        """The program has become the one that was saved."""
+        assert self.rescue is not None
+        self.rescue.begin(self.scene)
+
+
+def _again(job: dict[str, Any], rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None]) -> Again | None:
+    """Brings this process to the newest save that it can go on from exactly, or records it from its beginning. Only the first process of a program."""
+    from flatout.cli.resuming import resume
+
+    return resume(rescue, ledger, at_seam, job["resume"])
 
 
 def _rescue(job: dict[str, Any], torch: Any, ledger: Ledger) -> Rescue:

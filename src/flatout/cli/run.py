@@ -42,8 +42,12 @@ RESCUE = "rescue"  # in the folder of a job
 @supervision.options(Duration())
 @click.option("--watch", is_flag=True, help="A live line on standard error: samples/s, waiting for data, cores, memory, MFU where FLOPs are known.")
 @click.option("--rescue", is_flag=True, help="Keep verified saves of what trains: at intervals, at signals, at the end. `flatout rescue` lists them.")
+@click.option("--resume", is_flag=True, help="Go on exactly where this command was interrupted, of a program that was not written for it.")
+@click.option("--anew", is_flag=True, help="With --resume: begin anew, whatever there is to go on with.")
+@click.option("--replay-output", is_flag=True, help="With --resume: show again what the program prints on the way to its save.")
 @program
-def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | None, watch: bool, rescue: bool, words: tuple[str, ...],
+def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | None, watch: bool, rescue: bool, resume: bool, anew: bool,
+            replay_output: bool, words: tuple[str, ...],
             **elsewhere: Any) -> int:
     """Run a program under its plan.
 
@@ -72,7 +76,9 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
         _say(f"{remark}; running it as it is. To tune: flatout tune {' '.join(cmd.shown)}")
     elif remark:
         _say(remark)
-    more = {"watch": known_ideal(cmd) if watch else None, "rescue": str(rescue_folder(cmd)) if rescue else None}
+    more = {"watch": known_ideal(cmd) if watch else None, "rescue": str(rescue_folder(cmd)) if rescue or resume else None,
+            "resume": {"anew": anew, "shows": replay_output} if resume else None}
+    rescue = rescue or resume
     if asked.several or place is not None:
         return _run_as_ranks(cmd, facts, plan or Plan(), chosen, asked, place, more, watched)
     becomes = watched.over(cmd, job_folder(cmd).path / "incidents.jsonl")
@@ -169,7 +175,8 @@ def _environment(plan: Plan, facts: Facts, more: Mapping[str, Any] = {}, seed: i
     itself, and go through their sets in the same order.
     """
     # 0 and no random number: the ranks of several nodes have to agree, and each node comes here by itself.
-    extra = {} if seed is None else {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
+    hashes = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}  # sets go in the same order each time
+    extra = {} if seed is None and not more.get("resume") else hashes
     left_out: list[tuple[str, str]] = []
     for lever in TABLE:
         choice = plan.get(lever.name)

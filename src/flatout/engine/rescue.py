@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
@@ -38,8 +38,25 @@ SETTLING_S = 0.2  # after an optimizer, for schedulers and the like, before a si
 TRY_AGAIN_S = 30.0  # a folder that could not be opened
 
 
+class Beside(Protocol):
+    """Adds to saves what another process needs to go on exactly."""
+
+    def beside(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
+        """A part of the state, and why the program could not be gone on with exactly from it, or ""."""
+
+    def told(self) -> dict[str, Any]:
+        """What is told of it in the manifest."""
+
+    def flush(self) -> None:
+        """Until what that part counts on is on the disk. Raises StorageError."""
+
+
 class Rescue(Listener):
-    """``say`` is for the person; ``may_begin`` is asked once, when the first step has ended: of several processes of a run one keeps saves."""
+    """``say`` is for the person; ``may_begin`` is asked once, when the first step has ended: of several processes of a run one keeps saves. ``goes_on``:
+    with the saves that are there, from the one of a step, and not in a new run."""
+
+    goes_on: int | None = None
+    beside: Beside | None = None
 
     def __init__(self, torch: Any, folder: Path, say: Callable[[str], None], may_begin: Callable[[], bool], ledger: Ledger) -> None:
         self.torch, self.folder, self.say, self.may_begin, self.ledger = torch, folder, say, may_begin, ledger
@@ -57,7 +74,7 @@ class Rescue(Listener):
         self._leaving: tuple[int, Packed, dict[str, Any]] | None = None  # what a training was when its model went
         self._copies_s = self._retry_s = 0.0
         self._begun_step = -1  # of the last save that was begun
-        self._saving = self._told = self._due = False
+        self._saving = self._told = self._due = self._between = False
 
     def broke(self, error: Exception) -> None:
         """A mistake of ours: the program goes on, and what was kept stays."""
@@ -117,13 +134,13 @@ class Rescue(Listener):
         """All of the step before is done; ``late``: something of this one, too."""
         if self.torch.compiler.is_compiling():
             return  # a hook that is being compiled with the model: the backward pass will be heard
-        self._inside = late
+        self._inside, self._between = late, not late
         if self._active and self._due and self._pending is None:
             self._due = False
             self._save("interval", sys._getframe(1))
         if self._active and self._pending is not None:
             self._end_waiting()
-        self._inside = True
+        self._inside, self._between = True, False
         if not self._told:
             self._tell_what_is_kept()
 
@@ -152,30 +169,36 @@ class Rescue(Listener):
             self._active = False
             self.say("rescue: the weights of this program lie in parts on its ranks, and nothing is kept of them. Save them in the script.")
             return False
-        step, packed, told = self._packed(why, ended)
+        step, packed, told = self._packed(why, ended, frame)
         self._begun_step, self._leaving = step, None
         if last:
             return self.saver.save_now(step, packed, told) is not None
         self.saver.save(step, packed, told, began_s)
         return True
 
-    def _packed(self, why: str, ended: bool = False) -> tuple[int, Packed, dict[str, Any]]:
+    def _packed(self, why: str, ended: bool = False, frame: FrameType | None = None) -> tuple[int, Packed, dict[str, Any]]:
         """The steps that are done, their state, and what is told of it."""
         assert self.belongings is not None
         belongings, steps = self.belongings, self._steps_done() if ended else self.scene.steps
         inside = self._inside and steps == self.scene.steps
-        state = belongings.state()
+        state, exact = belongings.state(), None
+        if self.beside is not None and self._between and not ended:
+            state["exact"], exact = self.beside.beside(frame)
         packed = pack(self.torch, state)
         packed.left_out |= belongings.notes
         told: dict[str, Any] = {"why": why, "ran_s": round(seconds() - self.began_s, 1), "at": today(), "epoch": self.epochs.count, "inside": inside,
                                 "updated": inside and self._updated, "holds": belongings.told(state), "surroundings": surroundings(self.torch)}
+        if self.beside is not None and exact is not None:
+            told |= self.beside.told()
+            told["exact"] = exact or "; ".join(f"{where} ({what})" for where, what in packed.left_out.items() if where.startswith("exact."))
         return steps, packed, told
 
     def _opened(self) -> bool:
         try:
             saves = Saves(self.folder, KEEP).open()
             try:
-                begin_run(saves)
+                if self.goes_on is None:
+                    begin_run(saves)
             except FlatoutError:
                 saves.close()
                 raise
@@ -184,8 +207,16 @@ class Rescue(Listener):
                 self.say(f"rescue: {error} The training goes on, and this is tried again.")
             self._retry_s = seconds() + TRY_AGAIN_S
             return False
-        self.saver = Saver(self.torch, saves, KIND, Clocks(seconds, thread_seconds), lambda sentence: self.say(f"rescue: {sentence}"), share=SHARE)
+        self.saver = Saver(self.torch, saves, KIND, Clocks(seconds, thread_seconds), lambda sentence: self.say(f"rescue: {sentence}"), share=SHARE,
+                           sound=self._sound)
+        if self.goes_on is not None:
+            self.saver.goes_on(self.goes_on)
         return True
+
+    def _sound(self, copy: Packed) -> str:
+        if self.beside is not None:
+            self.beside.flush()
+        return ""
 
     def _tell_what_is_kept(self) -> None:
         last = self.saver.last if self.saver is not None else None

@@ -11,6 +11,7 @@
     ├── LoopError             a Loop cannot train as it is asked to, or without a mistake exit 1
     ├── StorageError          a folder or a disk refuses to be written                   exit 4
     ├── SaveError             no save that can be believed, or one of something else     exit 7
+    ├── CannotResume          a program that cannot be gone on with exactly               exit 10
     ├── ProgramHung           a watched program stood still, and no restart is left      exit 8
     ├── NotFinite             a loss was NaN or infinite, and that was to be the end     exit 9
     └── NodesApart            the machines of a job do not find or have lost each other  exit 5
@@ -83,3 +84,9 @@ class ProgramHung(FlatoutError):
 
 class NotFinite(FlatoutError):
     exit_code = 9
+
+
+class CannotResume(FlatoutError):
+    """Why a program does not go on from a save to exactly what it would have learned."""
+
+    exit_code = 10

@@ -179,7 +179,7 @@ class Reading:
                 self._standing = [None] * self.workers
             carrier = Carrier(self.loader.collate_fn, self.loader.worker_init_fn, self._find, list(self._standing), again)
             instead |= {"collate_fn": carrier, "worker_init_fn": carrier.begins}
-        with _in_place(self.loader, instead):
+        with in_place(self.loader, instead):
             iterator = iter(self.loader)
         self._seeking = None, 0
         return iterator, again
@@ -269,7 +269,7 @@ class _Order:
 
 
 @contextmanager
-def _in_place(loader: Any, instead: dict[str, Any]) -> Iterator[None]:
+def in_place(loader: Any, instead: dict[str, Any]) -> Iterator[None]:
     """Attributes of a loader, which it does not let anybody set, for as long as it makes an iterator."""
     own = vars(loader)
     before = {name: own[name] for name in instead}

@@ -1,0 +1,123 @@
+"""Exact resume inside the program: which save it goes on from, and whether it may."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from flatout.capture.bootstrap import say_at_once
+from flatout.capture.frames import is_users
+from flatout.capture.ledger import Ledger
+from flatout.engine.rescue import Rescue
+from flatout.pipeline.streams import own_generators
+from flatout.plan.errors import CannotResume, FlatoutError, SaveError
+from flatout.replay.again import Again
+from flatout.state.drift import drift, surroundings
+from flatout.state.saves import Save, Saves, believed
+
+JOURNAL = "journal-"
+
+
+def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: Mapping[str, Any]) -> Again | None:
+    """``asked``: ``anew``, ``shows``. None where this is no process whose training could be recorded."""
+    if (started := sys.modules.get("multiprocessing.process")) is not None and started.parent_process() is not None:
+        return None
+    save = None if asked["anew"] else newest_exact(rescue.folder)
+    state = None
+    try:
+        if save is not None:
+            _may_go_on(save)
+            state = save.read(torch)["exact"]
+    except FlatoutError as error:
+        _refuse(str(error))
+    name = save.manifest.told["journal"] if save is not None else f"{JOURNAL}{uuid.uuid4().hex[:8]}"
+    rescue.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if save is None:
+        _tidy(rescue.folder)
+    else:
+        say_at_once(f"going through the program again up to step {save.step}, from {os.path.relpath(save.path)}")
+
+    def seam() -> None:
+        say_at_once(f"going on exactly after step {save.step if save is not None else 0}")
+        at_seam()
+
+    again = Again(rescue.folder / name, state, rescue, ledger, say_at_once, own_generators, seam, asked["shows"])
+    rescue.beside, rescue.goes_on = Told(again, name), save.step if save is not None else None
+    return again
+
+
+class Told:
+    """What a save tells beside what `Again` adds to it: the journal, and the sources of the program."""
+
+    def __init__(self, again: Again, journal: str) -> None:
+        self.again, self.journal = again, journal
+
+    def beside(self, frame: Any) -> tuple[dict[str, Any], str]:
+        return self.again.beside(frame)
+
+    def told(self) -> dict[str, Any]:
+        return {"journal": self.journal, "sources": sources()}
+
+    def flush(self) -> None:
+        self.again.flush()
+
+
+def newest_exact(folder: Path) -> Save | None:
+    """The newest save that can be believed, and gone on from exactly: its journal is there."""
+    for path in Saves(folder).paths():
+        try:
+            save = believed(path)
+        except SaveError:
+            continue
+        told = save.manifest.told
+        if told.get("exact") == "" and type(told.get("journal")) is str and (folder / Path(told["journal"]).name).is_file():
+            return save
+    return None
+
+
+def _may_go_on(save: Save) -> None:
+    """Raises CannotResume where something has changed on which the bits depend."""
+    told = save.manifest.told
+    changed = [name for name, digest in told["sources"].items() if _digest_of(name) != digest]
+    if changed:
+        raise CannotResume(f"{', '.join(os.path.relpath(name) for name in changed[:4])} has changed since {save.path.name} was kept")
+    differs = drift(told["surroundings"], {**surroundings(torch), **{name: told["surroundings"].get(name) for name in LATER}})
+    if differs:
+        raise CannotResume(f"this is not where {save.path.name} was kept: {'; '.join(differs)}")
+
+
+# What a program sets after torch was imported.
+LATER = ("threads", "threads between operators", "deterministic algorithms", "cudnn.benchmark", "cudnn.deterministic", "matmul precision")
+
+
+def sources() -> dict[str, str]:
+    """Digests of the user's own source files that are in use."""
+    files = {os.path.abspath(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None)) and is_users(os.path.abspath(file))}
+    return {file: _digest_of(file) for file in sorted(files)}
+
+
+def _digest_of(file: str) -> str:
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _tidy(folder: Path) -> None:
+    """Journals of runs that nobody can go on from any more."""
+    for journal in folder.glob(f"{JOURNAL}*"):
+        journal.unlink(missing_ok=True)
+
+
+def _refuse(why: str) -> NoReturn:
+    say_at_once(f"cannot go on exactly: {why}. `flatout rescue` lists what is kept; `flatout run --resume --anew` begins anew.")
+    os._exit(CannotResume.exit_code)
+
+

@@ -1,0 +1,309 @@
+"""Records a program so that it can be gone on with exactly, and brings it to the place of a save when it is started again.
+
+Both are one Listener around another one that saves (`flatout.engine.rescue`). Recorded, it tells the tape of each event and adds to each save what the weights
+are not: how far the tape is, and what the program can reach. Played back, it waits for the event at which the save was made; there the program becomes the one
+that was saved, and from there on it is recorded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.listener import Listener
+from flatout.plan.errors import CannotResume, FlatoutError
+from flatout.replay.batches import Batches
+from flatout.replay.hearing import Hearing
+from flatout.replay.quiet import Quiet
+from flatout.replay.seam import Draws, Origins, Seam, state_of_world
+from flatout.replay.skeleton import Skeleton, Skeletons
+from flatout.replay.tape import Tape
+from flatout.replay.world import World
+from flatout.state.carrying import Find
+from flatout.state.journal import Journal, Place, read_journal
+from flatout.state.randoms import random_states, set_random_states
+
+FORWARD, BACKWARD, WENT_BACKWARD, OPTIMIZER, STEPPED = 2, 3, 4, 5, 6  # events, beside those of batches
+
+
+class Again(Listener):
+    """``journal``: where it lies. ``state``: what `beside` has given to the save that is to be gone on from, None to begin. ``saving`` is the listener that
+    saves; it hears nothing before the seam. ``say`` is for the person. ``at_seam`` is called when the program has become the one that was saved."""
+
+    def __init__(self, journal: Path, state: dict[str, Any] | None, saving: Listener, ledger: Ledger, say: Callable[[str], None], find: Find,
+                 at_seam: Callable[[], None], shows: bool) -> None:
+        self.journal, self.saved, self.saving, self.ledger, self.say, self.at_seam = journal, state, saving, ledger, say, at_seam
+        self.tape = Tape(self._refuse, say)
+        self.skeletons = Skeletons(self._refuse)
+        self.batches = Batches(self.tape, ledger, self._begins, find)
+        self._mode: Any = None
+        self._quiet: Quiet | None = None
+        self._origins: Origins | None = None
+        self._draws: Draws | None = None
+        self._call: Any = None
+        self._numbers: dict[int, int] = {}
+        self.pid = os.getpid()
+        self._skipping = Ledger()  # what is only in place until the seam
+        Hearing(self.tape, ledger).install()
+        self._install_skipping()
+        os.register_at_fork(after_in_child=self._forked)
+        if state is None:
+            self._start = random_states(torch)
+            self.tape.record(Journal(journal))
+        else:
+            self._start = state["start"]
+            self._play(state, shows)
+
+    def install(self) -> None:
+        """After what else changes how loaders are made."""
+        self.batches.install()
+
+    @property
+    def going(self) -> bool:
+        return self.tape.going
+
+    def _forked(self) -> None:
+        self.tape.deaf += 1
+
+    def broke(self, error: Exception) -> None:
+        if self.tape.going:
+            self._refuse(f"flatout made a mistake ({type(error).__name__}: {error})")
+
+    def ended(self) -> None:
+        """The program has come to its own end: there is nothing to go on with."""
+        self.journal.unlink(missing_ok=True)
+
+    # -- recording ----------------------------------------------------------------------------------------------------------
+
+    def beside(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
+        """What a save needs so that the program can be gone on with from here, where an event has just happened; and why it could not be, or ""."""
+        tape = self.tape
+        tape.deaf += 1
+        try:
+            place = tape.write()
+            if place is None or self._origins is None:
+                return {}, tape.broken or "its training has not begun"
+            world = World().look(frame, self._also())
+            state, unsound = state_of_world(world, self._origins)
+        finally:
+            tape.deaf -= 1
+        return {**state, "start": self._start, "random": random_states(torch), "batches": self.batches.place(), "journal": place.to_json(),
+                "events": tape.events, "steps": tape.steps}, "; ".join(unsound)
+
+    def flush(self) -> None:
+        """Until the journal is on the disk."""
+        if self.tape.journal is not None:
+            self.tape.journal.flush()
+
+    def _also(self) -> dict[str, Any]:
+        return {"call": self._call}
+
+    def _begins(self) -> None:
+        """The first batch is taken, or the first module called: what was made before was made for real."""
+        if self._origins is None:
+            self.tape.deaf += 1
+            try:
+                self._origins = Origins(World().look(sys._getframe(1), {}))
+            finally:
+                self.tape.deaf -= 1
+            if self.tape.going:
+                self._draws = Draws()
+                self._mode.off = False
+                if "torch._dynamo" in sys.modules:  # else nothing is compiled
+                    torch.compiler.set_stance("force_eager")
+
+    # -- events -------------------------------------------------------------------------------------------------------------
+
+    def _event(self, what: int) -> bool:
+        """Whether the listener that saves hears of it."""
+        if not self.tape.hears:
+            return False
+        if self.tape.event(what):
+            self._seam(sys._getframe(2))
+            return False
+        return not self.tape.going
+
+    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+        self._begins()
+        self._call = root, args, kwargs
+        if self._event(FORWARD + 16 * self._numbers.setdefault(id(root), len(self._numbers))):
+            self.saving.forward_begin(root, args, kwargs)
+        self._call = None
+
+    def backward_begin(self, losses: tuple) -> None:
+        self._begins()
+        if self._event(BACKWARD):
+            self.saving.backward_begin(losses)
+
+    def backward_end(self) -> None:
+        if self._event(WENT_BACKWARD):
+            self.saving.backward_end()
+
+    def optimizer_begin(self, optimizer: Any) -> None:
+        if self._event(OPTIMIZER):
+            self.saving.optimizer_begin(optimizer)
+
+    def optimizer_end(self, optimizer: Any) -> None:
+        if self._event(STEPPED):
+            self.saving.optimizer_end(optimizer)
+
+    def step_end(self) -> None:
+        if self.tape.hears:
+            self.tape.mark()
+            if not self.tape.going:
+                self.saving.step_end()
+
+    # -- playing back -------------------------------------------------------------------------------------------------------
+
+    def _play(self, state: dict[str, Any], shows: bool) -> None:
+        self.tape.play(read_journal(self.journal, Place.from_json(state["journal"])), state["events"])
+        self.batches.fetched = set(state["batches"]["fetched"])
+        set_random_states(torch, state["start"])
+        Skeleton.tripped = staticmethod(lambda what: self._refuse(f"{what} of a tensor that was not kept"))  # type: ignore[method-assign]
+        self._quiet = Quiet(shows)
+        self._skipping.set(torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__))
+        self._skipping.set(torch.nn.Parameter, "__deepcopy__", self._for_real(torch.nn.Parameter.__deepcopy__))
+        self._mode = self.skeletons.mode()
+        self._mode.off = True
+        self._mode.__enter__()
+
+    def _install_skipping(self) -> None:
+        """Of backward passes and torch's own optimizers nothing is heard, because nothing of them happens when they are played back."""
+        ledger, tape = self.ledger, self.tape
+        ledger.set(torch.autograd, "backward", self._without_backward(torch.autograd.backward))
+        ledger.set(torch.autograd, "grad", self._without_grad(torch.autograd.grad))
+        for kind in (getattr(torch.optim, name) for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)):
+            if issubclass(kind, torch.optim.Optimizer) and kind not in (torch.optim.Optimizer, torch.optim.LBFGS):
+                ledger.set(kind, "step", _without_step(kind.step, tape))
+
+    def _begun_by(self, really: Callable) -> Callable:
+        @wraps(really)
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._origins is None and self.tape.hears and any(True for _ in module.parameters()):
+                self._begins()
+            return really(module, *args, **kwargs)
+
+        return call
+
+    def _without_backward(self, really: Callable) -> Callable:
+        @wraps(really)
+        def backward(tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, grad_variables: Any = None,
+                     inputs: Any = None) -> None:
+            if not self.tape.going:
+                self.tape.deaf += 1
+                try:
+                    return really(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+                finally:
+                    self.tape.deaf -= 1
+            wanted = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+            return self.skeletons.went_backward((tensors,) if isinstance(tensors, torch.Tensor) else tensors, wanted)
+
+        return backward
+
+    def _without_grad(self, really: Callable) -> Callable:
+        @wraps(really)
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.tape.going:
+                self.tape.deaf += 1
+                try:
+                    return really(outputs, inputs, *args, **kwargs)
+                finally:
+                    self.tape.deaf -= 1
+            return self.skeletons.grads(outputs, inputs)
+
+        return grad
+
+    def _for_real(self, really: Callable) -> Callable:
+        @wraps(really)
+        def copied(weight: Any, *args: Any) -> Any:
+            with torch._C.DisableTorchFunction():
+                return really(weight, *args)
+
+        return copied
+
+    def _seam(self, frame: FrameType) -> None:
+        """The program stands where it was saved, with skeletons for tensors: it becomes the one that was saved."""
+        saved = self.saved
+        assert saved is not None
+        assert self._origins is not None
+        tape = self.tape
+        tape.deaf += 1
+        self._mode.off = True
+        try:
+            tape.end()
+            if "torch._dynamo" in sys.modules:
+                torch.compiler.set_stance("default")
+            drawn = self._draws.compare(saved["random"]) if self._draws is not None else []
+            if drawn:
+                self._refuse(f"the program draws random numbers itself ({' and '.join(drawn)}), in turns with what is skipped. Give its data set a generator of "
+                             f"its own, or workers")
+            seam, world = Seam(saved, self.skeletons, self._origins, self._refuse), World().look(frame, self._also())
+            seam.compare(world)
+            self._leave_mode()
+            self._skipping.restore()
+            said = self.batches.go_on(saved["batches"])
+            if said:
+                self._refuse("; ".join(said))
+            seam.put_back(world)
+            set_random_states(torch, saved["random"])
+            assert self._quiet is not None
+            self._quiet.ends()
+            tape.record(Journal(self.journal, Place.from_json(saved["journal"])))
+        except FlatoutError as error:
+            self._refuse(str(error))
+        except Exception as error:
+            self._refuse(f"flatout made a mistake ({type(error).__name__}: {error})")
+        finally:
+            tape.deaf -= 1
+        self.saved = None
+        self.at_seam()
+
+    def _leave_mode(self) -> None:
+        """It may lie below modes of the program's own."""
+        above = []
+        while (mode := torch.overrides._pop_mode()) is not self._mode:
+            above.append(mode)
+        for mode in reversed(above):
+            torch.overrides._push_mode(mode)
+
+    def _refuse(self, why: str) -> NoReturn:
+        """Ends the process: nothing of the program may run with tensors that have no values."""
+        self.say(f"cannot go on exactly: {why}.")
+        os._exit(CannotResume.exit_code)
+
+
+def _without_step(really: Callable, tape: Tape) -> Callable:
+    @wraps(really)
+    def step(optimizer: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not tape.going:
+            tape.deaf += 1
+            try:
+                return really(optimizer, *(() if closure is None else (_heard(closure, tape),)), *args, **kwargs)
+            finally:
+                tape.deaf -= 1
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    return step
+
+
+def _heard(closure: Callable, tape: Tape) -> Callable:
+    """The program's own part of a step."""
+    def call() -> Any:
+        before, tape.deaf = tape.deaf, tape.deaf - 1
+        try:
+            return closure()
+        finally:
+            tape.deaf = before
+
+    return call

@@ -1,0 +1,351 @@
+"""DataLoaders of a program that is recorded, or brought to a save again.
+
+Recorded, an iterator tells which samples it asks for, and the shapes of its batches where they change. Played back, its sampler goes on for real, and its
+batches are skeletons of those shapes: no sample is fetched and no worker is started. At the seam it goes on with real batches: in this process by itself, with
+workers by an iterator whose workers begin as those of the first time stood (`flatout.state.carrying`).
+
+A data set without indices, and batches that hold more than tensors, are fetched again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import fetch
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+
+from flatout.capture.ledger import Ledger
+from flatout.replay.skeleton import Skeleton, meta_of
+from flatout.replay.tape import Tape
+from flatout.state.carrying import Carried, Carrier, Find
+from flatout.state.loading import in_place
+
+BEGAN = 1  # an event; what a sampler gives is another
+FETCHED = -1  # in the place of a shape: the batch holds more than tensors
+
+
+class Batches:
+    """``begins`` is called before a batch is taken. ``find`` gives the random generators that an object holds."""
+
+    def __init__(self, tape: Tape, ledger: Ledger, begins: Callable[[], None], find: Find) -> None:
+        self.tape, self.ledger, self.begins, self.find = tape, ledger, begins, find
+        self.iterators: list[weakref.ref[Any]] = []
+        self.fetched: set[int] = set()  # numbers of the iterators whose batches hold more than tensors
+        self._last: Any = None
+        self._shapes: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+        self._coming: Passing | None = None  # whose real iterator is being made
+
+    def install(self) -> None:
+        base, many, ledger = _BaseDataLoaderIter, _MultiProcessingDataLoaderIter, self.ledger
+        ledger.set(base, "__init__", self._numbered(base.__init__))
+        ledger.set(base, "_next_index", self._asked(base._next_index))
+        ledger.set(base, "__next__", self._taken(base.__next__))
+        ledger.set(many, "__init__", self._carries(many.__init__))
+        ledger.set(many, "_reset", self._begins_again(many._reset))
+        ledger.set(many, "_next_data", self._unpacked(many._next_data))
+        ledger.set(DataLoader, "_get_iterator", self._chosen(DataLoader._get_iterator))
+        for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+            ledger.set(kind, "fetch", self._fetched(kind.fetch, kind is fetch._MapDatasetFetcher))
+
+    # -- an iterator --------------------------------------------------------------------------------------------------------
+
+    def _numbered(self, really: Callable) -> Callable:
+        tape = self.tape
+
+        @wraps(really)
+        def init(iterator: Any, loader: Any) -> None:
+            really(iterator, loader)
+            carrier = vars(iterator).get("flatout_carrier")
+            if carrier is not None:
+                carrier.collate_fn, iterator._collate_fn = iterator._collate_fn, carrier
+            if self._coming is not None:
+                iterator._base_seed = self._coming._base_seed
+            elif tape.hears:
+                tape.event(BEGAN)
+                iterator.flatout_number = len(self.iterators)
+                self.iterators.append(weakref.ref(iterator))
+
+        return init
+
+    def _asked(self, really: Callable) -> Callable:
+        tape = self.tape
+
+        @wraps(really)
+        def next_index(iterator: Any) -> Any:
+            index = really(iterator)
+            if tape.hears:
+                tape.event(hash(tuple(index)) if type(index) is list else hash(index) if type(index) is int else BEGAN)
+            return index
+
+        return next_index
+
+    def _taken(self, really: Callable) -> Callable:
+        tape = self.tape
+
+        @wraps(really)
+        def take(iterator: Any) -> Any:
+            if tape.hears:
+                self.begins()
+            return really(iterator)
+
+        return take
+
+    def _fetched(self, really: Callable, by_index: bool) -> Callable:
+        """In this process, without workers."""
+        tape = self.tape
+
+        @wraps(really)
+        def fetch_heard(fetcher: Any, index: Any) -> Any:
+            if not tape.hears:
+                return really(fetcher, index)
+            if tape.going and by_index:
+                batch = self._played()
+                if batch is not None:
+                    return batch
+            tape.deaf += 1
+            try:
+                batch = really(fetcher, index)
+            finally:
+                tape.deaf -= 1
+            if by_index and not tape.going:
+                self._note(batch)
+            return batch
+
+        return fetch_heard
+
+    # -- shapes of batches --------------------------------------------------------------------------------------------------
+
+    def _note(self, batch: Any) -> int:
+        """The number of its shape goes to the tape, and the shape itself where it is new."""
+        metas = _metas_of(batch)
+        number = FETCHED if metas is None else self._numbers.get(metas)
+        if number is None:
+            number = self._numbers[metas] = len(self._numbers)
+            self.tape.put(number, 2)
+            self.tape.put(_told(batch), 3)
+        else:
+            self.tape.put(number, 2)
+        return number
+
+    def _played(self) -> Any:
+        """A batch without values; None where it has to be fetched."""
+        tape = self.tape
+        number = tape.take(2)
+        if number == FETCHED:
+            return None
+        if number == len(self._shapes):
+            told = tape.take(3)
+            self._shapes.append(told)
+            self._numbers[_metas_of(_made(told))] = number
+        return _made(self._shapes[number])
+
+    # -- with workers -------------------------------------------------------------------------------------------------------
+
+    def _carries(self, really: Callable) -> Callable:
+        """Workers tell how they stand."""
+        tape = self.tape
+
+        @wraps(really)
+        def init(iterator: Any, loader: Any) -> None:
+            coming = self._coming
+            if (not tape.hears and coming is None) or loader._dataset_kind != 0:
+                really(iterator, loader)
+                return
+            iterator.flatout_given = coming.given if coming is not None else 0
+            iterator.flatout_standing = list(coming.standing) if coming is not None else [None] * loader.num_workers
+            again = coming.again if coming is not None else 0
+            iterator.flatout_carrier = carrier = Carrier(None, loader.worker_init_fn, self.find, list(iterator.flatout_standing), again)
+            with in_place(loader, {"worker_init_fn": carrier.begins}):
+                really(iterator, loader)
+
+        return init
+
+    def _begins_again(self, really: Callable) -> Callable:
+        @wraps(really)
+        def reset(iterator: Any, loader: Any, first_iter: bool = False) -> None:
+            if not first_iter and "flatout_given" in vars(iterator):
+                iterator.flatout_given = 0
+            really(iterator, loader, first_iter)
+
+        return reset
+
+    def _unpacked(self, really: Callable) -> Callable:
+        tape = self.tape
+
+        @wraps(really)
+        def next_data(iterator: Any) -> Any:
+            data = really(iterator)
+            if type(data) is Carried:
+                worker = iterator.flatout_given % iterator._num_workers
+                iterator.flatout_given += 1
+                if data.standing is not None:
+                    iterator.flatout_standing[worker] = data.standing
+                data = data.batch
+            if tape.hears and iterator._dataset_kind == 0:
+                if tape.going:
+                    tape.take(2)
+                elif self._note(data) == FETCHED:
+                    self.fetched.add(iterator.flatout_number)
+            return data
+
+        return next_data
+
+    def _chosen(self, really: Callable) -> Callable:
+        tape = self.tape
+
+        @wraps(really)
+        def get_iterator(loader: Any) -> Any:
+            if not (tape.going and tape.hears) or not loader.num_workers or loader._dataset_kind != 0 or len(self.iterators) in self.fetched:
+                return really(loader)
+            loader.check_worker_number_rationality()
+            return Passing(self, loader)
+
+        return get_iterator
+
+    # -- a place, and the seam ----------------------------------------------------------------------------------------------
+
+    def place(self) -> dict[str, Any]:
+        """How the workers stand, by the number of their iterator; asked for between two batches."""
+        found = {}
+        for number, ref in enumerate(self.iterators):
+            iterator = ref()
+            real = iterator.real if type(iterator) is Passing else iterator
+            if real is not None and "flatout_given" in vars(real):
+                found[number] = {"given": real.flatout_given, "standing": list(real.flatout_standing)}
+        return {"workers": found, "fetched": sorted(self.fetched)}
+
+    def go_on(self, place: dict[str, Any]) -> list[str]:
+        """Iterators that were brought here become real. What cannot, in words."""
+        said = []
+        for number, ref in enumerate(self.iterators):
+            iterator = ref()
+            if type(iterator) is Passing:
+                stood = place["workers"].get(number)
+                if stood is None:
+                    continue  # it had come to its end, and the program still holds it
+                if stood["given"] != iterator.given:
+                    said.append(f"a loader with workers had given {stood['given']} batches when it was saved, and {iterator.given} now")
+                    continue
+                iterator.becomes_real(stood["standing"])
+        return said
+
+
+class Passing(_BaseDataLoaderIter):
+    """Of a DataLoader with workers, while none are needed: its sampler runs as far ahead as for them."""
+
+    def __init__(self, batches: Batches, loader: Any) -> None:
+        self.batches, self.loader = batches, weakref.ref(loader)
+        self.ahead = loader.prefetch_factor * loader.num_workers
+        self.standing: list[Any] = [None] * loader.num_workers
+        self.real: Any = None
+        super().__init__(loader)
+        self._start(loader)
+
+    def _start(self, loader: Any) -> None:
+        super()._reset(loader, True)
+        self.given, self._asked = 0, deque[Any]()
+        self._since_first: deque[Any] = deque(maxlen=loader.num_workers)  # what was given last
+        for _ in range(self.ahead):
+            self._ask()
+
+    def _ask(self) -> None:
+        try:
+            self._asked.append(self._next_index())
+        except StopIteration:
+            pass
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Another epoch of persistent workers."""
+        if self.real is not None:
+            self.real._reset(loader, first_iter)
+        else:
+            self._start(loader)
+
+    def _next_data(self) -> Any:
+        if self.real is not None:
+            return self.real._next_data()
+        if not self._asked:
+            raise StopIteration
+        self._since_first.append(self._asked.popleft())
+        self.given += 1
+        self._ask()
+        return self.batches._played()
+
+    @property
+    def again(self) -> int:
+        """Batches that are fetched again so that each worker has its turn where it had it."""
+        return self.given % self._num_workers
+
+    def becomes_real(self, standing: list[Any]) -> None:
+        loader = self.loader()
+        assert loader is not None
+        self.standing = standing
+        given = list(self._since_first)
+        left = _Left(chain(given[len(given) - self.again:], self._asked, self._sampler_iter))
+        self.batches._coming = self
+        try:
+            with in_place(loader, {"batch_sampler" if self._auto_collation else "sampler": left}):
+                self.real = _MultiProcessingDataLoaderIter(loader)
+        finally:
+            self.batches._coming = None
+        self.real._index_sampler = self._index_sampler
+        self.real.flatout_given -= self.again
+        for _ in range(self.again):
+            self.real._next_data()
+        self.real.flatout_number = self.flatout_number
+
+
+class _Left:
+    """In the place of a sampler: what is left of one."""
+
+    def __init__(self, indices: Iterable[Any]) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.indices)
+
+
+def _metas_of(batch: Any) -> Any:
+    """The shape of a batch as a key; None where it holds more than tensors."""
+    kind = type(batch)
+    if kind is torch.Tensor or kind is Skeleton:
+        return meta_of(batch) if batch.layout is torch.strided else None
+    if kind is list or kind is tuple:
+        found = (kind, *map(_metas_of, batch))
+    elif kind is dict:
+        found = (kind, *batch, *map(_metas_of, batch.values()))
+    else:
+        return None
+    return None if None in found else found
+
+
+def _told(batch: Any) -> Any:
+    """As JSON: tensors are objects, lists, tuples and dicts say what they are."""
+    return _told_of(batch, lambda leaf: {"shape": list(leaf.shape), "strides": list(leaf.stride()), "dtype": str(leaf.dtype).removeprefix("torch."),
+                                         "device": str(leaf.device)})
+
+
+def _told_of(batch: Any, leaf_of: Callable[[Any], Any]) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return leaf_of(batch)
+    if isinstance(batch, dict):
+        return ("dict", *((key, _told_of(value, leaf_of)) for key, value in batch.items()))
+    return (type(batch).__name__, *(_told_of(each, leaf_of) for each in batch))
+
+
+def _made(told: Any) -> Any:
+    if isinstance(told, dict):
+        return Skeleton((tuple(told["shape"]), tuple(told["strides"]), getattr(torch, told["dtype"]), torch.device(told["device"])))
+    kind, *inside = told
+    if kind == "dict":
+        return {key: _made(value) for key, value in inside}
+    made = [_made(each) for each in inside]
+    return made if kind == "list" else tuple(made)

@@ -1,0 +1,168 @@
+"""What comes from tensors and clocks to Python, heard at torch's own functions and at those of `time`.
+
+While a program trains, each such value goes to the tape. While it is brought to a save again, it comes from there. A shape that depends on values (`nonzero`, a
+mask as an index) comes the same way.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from flatout.capture.frames import is_users
+from flatout.capture.ledger import Ledger
+from flatout.replay.skeleton import Skeleton, dense
+from flatout.replay.tape import Large, Tape, encoded
+
+VALUES = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__", "is_nonzero", "equal", "allclose", "__repr__", "__format__",
+          "numpy", "__array__")
+SHAPES = ("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave")
+CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "process_time_ns", "thread_time", "strftime",
+          "ctime", "localtime", "gmtime", "asctime")
+
+
+class Hearing:
+    def __init__(self, tape: Tape, ledger: Ledger) -> None:
+        self.tape, self.ledger = tape, ledger
+
+    def install(self) -> None:
+        ledger = self.ledger
+        for name in VALUES:
+            ledger.set(torch.Tensor, name, self._value(getattr(torch.Tensor, name)))
+        for name in ("equal", "allclose", "is_nonzero"):
+            ledger.set(torch, name, self._value(getattr(torch, name)))
+        for name in SHAPES:
+            for owner in (torch.Tensor, torch):
+                if hasattr(owner, name):
+                    ledger.set(owner, name, self._shape(getattr(owner, name)))
+        ledger.set(torch.Tensor, "__getitem__", self._indexed(torch.Tensor.__getitem__))
+        self._install_clocks()
+
+    def _install_clocks(self) -> None:
+        clocks = sys.modules["time"]
+        for name in CLOCKS:
+            if hasattr(clocks, name):
+                self.ledger.set(clocks, name, Clock(getattr(clocks, name), self.tape))
+
+    # -- wrappers -----------------------------------------------------------------------------------------------------------
+
+    def _value(self, really: Callable) -> Callable:
+        tape, here = self.tape, threading.get_ident
+
+        @wraps(really)
+        def heard(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if tape.deaf or here() != tape.main:
+                return really(tensor, *args, **kwargs)
+            at = sys._getframe(1).f_lasti
+            if tape.going:
+                return self._answer(really, at, (tensor, *args), kwargs)
+            tape.deaf = 1
+            try:
+                value = really(tensor, *args, **kwargs)
+            except Exception as error:
+                tape.put(error, at)
+                raise
+            finally:
+                tape.deaf = 0
+            tape.put(value, at)
+            return value
+
+        return heard
+
+    def _answer(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
+        tape = self.tape
+        value = tape.take(at)
+        if isinstance(value, Exception):
+            raise value
+        shares = hasattr(value, "tobytes") and hasattr(value, "dtype")
+        if type(value) is not Large and not shares:
+            return value
+        if any(isinstance(each, Skeleton) for each in (*args, *kwargs.values())):
+            if shares:
+                return value
+            tape.refuse(f"in step {tape.steps + 1} {really.__name__}() hands Python more of a tensor than was kept, and steers the program from there")
+        tape.deaf = 1
+        try:
+            again = really(*args, **kwargs)  # of a tensor that is there: an array shares its memory
+        finally:
+            tape.deaf = 0
+        if type(value) is Large:
+            if zlib.crc32(encoded(again)[1]) != value.digest:
+                tape.refuse(f"in step {tape.steps + 1} {really.__name__}() gives Python other values than the first time, and too many to have been kept")
+            return again
+        return again if encoded(again) == encoded(value) else value
+
+    def _shape(self, really: Callable) -> Callable:
+        tape, here = self.tape, threading.get_ident
+
+        @wraps(really)
+        def heard(*args: Any, **kwargs: Any) -> Any:
+            if tape.deaf or here() != tape.main:
+                return really(*args, **kwargs)
+            return self._shaped(really, sys._getframe(1).f_lasti, args, kwargs)
+
+        return heard
+
+    def _shaped(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
+        tape = self.tape
+        if tape.going:
+            shapes = tape.take(at)
+            if isinstance(shapes, Exception):
+                raise shapes
+            found = [dense(*shape) for shape in shapes[1]]
+            return found[0] if not shapes[0] else tuple(found)
+        tape.deaf = 1
+        try:
+            result = really(*args, **kwargs)
+            leaves = pytree.tree_leaves(result)
+        except Exception as error:
+            tape.put(error, at)
+            raise
+        finally:
+            tape.deaf = 0
+        tape.put([isinstance(result, tuple), [[list(each.shape), str(each.dtype).removeprefix("torch."), str(each.device)] for each in leaves]], at)
+        return result
+
+    def _indexed(self, really: Callable) -> Callable:
+        """Indexing by a mask: how many entries there are is only known once the mask is."""
+        tape, here = self.tape, threading.get_ident
+        masks = (torch.bool, torch.uint8)
+
+        @wraps(really)
+        def heard(tensor: Any, index: Any) -> Any:
+            kind = type(index)
+            if kind is int or kind is slice or tape.deaf or here() != tape.main:
+                return really(tensor, index)
+            for each in index if kind is tuple else (index,):
+                if isinstance(each, torch.Tensor) and each.dtype in masks:
+                    return self._shaped(really, sys._getframe(1).f_lasti, (tensor, index), {})
+            return really(tensor, index)
+
+        return heard
+
+
+class Clock:
+    """A function of `time`, as the program's own code reads it. No Python function: as an attribute of a class that would become a method."""
+
+    def __init__(self, really: Callable, tape: Tape) -> None:
+        self._really, self._tape = really, tape
+        self.__name__, self.__doc__ = really.__name__, really.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tape = self._tape
+        frame = sys._getframe(1)
+        if tape.deaf or not is_users(frame.f_code.co_filename) or threading.get_ident() != tape.main:
+            return self._really(*args, **kwargs)
+        if tape.going:
+            value = tape.take(frame.f_lasti)
+            return type(self._really(*args, **kwargs))(value) if type(value) is list else value
+        value = self._really(*args, **kwargs)
+        tape.put(list(value) if isinstance(value, tuple) else value, frame.f_lasti)
+        return value

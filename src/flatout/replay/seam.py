@@ -1,0 +1,225 @@
+"""What a save holds of a program beside its weights, and how a program that was brought to the place of the save becomes the one that was saved.
+
+Of each tensor that the program can reach:
+
+    its values          weights, buffers, and what has been made or written to since the training began
+    its digest          what was there before and has not been written to: it is there again, and is compared
+    nothing             what is too large, or of an unusual kind: it stays without values, and whoever reads it stops the program
+
+Plain values are never put back. They have come to be again by the program's own way, and are compared: one that differs shows that something was not seen.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch.utils import _pytree as pytree
+
+from flatout.replay.skeleton import Skeleton, Skeletons
+from flatout.replay.world import World
+from flatout.state.randoms import random_states, set_state_of, state_of
+
+SMALL_BYTES, MOST_SMALL_BYTES = 1 << 16, 1 << 22  # of what is compared otherwise: a small one is kept
+MOST_BYTES = 1 << 30  # of tensors that are no module's
+USUAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+SHOWN = 4
+
+
+class Origins:
+    """What was there when the training began."""
+
+    def __init__(self, world: World) -> None:
+        self._versions = {id(tensor): (tensor, tensor._version) for tensor in world.tensors.values() if not tensor.is_inference()}
+        self._digests: dict[tuple[int, int], int] = {}
+
+    def forget(self, tensor: Any) -> None:
+        """It is another one now."""
+        self._versions.pop(id(tensor), None)
+
+    def unchanged(self, tensor: Any) -> bool:
+        known = self._versions.get(id(tensor))
+        return known is not None and known[0] is tensor and not tensor.is_inference() and tensor._version == known[1]
+
+    def digest(self, tensor: Any) -> int:
+        """Of its bytes, taken once; a part of them each time, for those who write past torch."""
+        key = id(tensor), tensor._version
+        found = self._digests.get(key)
+        if found is None:
+            found = self._digests[key] = digest_of(tensor)
+        return zlib.crc32(_few(tensor), found)
+
+
+def digest_of(tensor: Any) -> int:
+    return zlib.crc32(_bytes_of(tensor.detach()))
+
+
+def _bytes_of(tensor: Any) -> Any:
+    tensor = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(tensor.view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+def _few(tensor: Any) -> Any:
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
+    return bytes(_bytes_of(flat[:: max(1, flat.numel() // 1024)]))
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------------
+
+
+def state_of_world(world: World, origins: Origins) -> tuple[dict[str, Any], list[str]]:
+    """As `flatout.state.values.pack` takes it; and why a program could not be gone on with exactly from here."""
+    tensors, grads, digests, left, about = {}, {}, {}, [], {}
+    small = other = 0
+    for path, tensor in world.tensors.items():
+        if tensor.is_leaf and tensor.grad is not None:
+            grads[path] = tensor.grad
+        if type(tensor) not in USUAL or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_inference():
+            left.append(path)
+            continue
+        size = tensor.numel() * tensor.element_size()
+        if path not in world.kept and origins.unchanged(tensor):
+            small += size
+            if size > SMALL_BYTES or small > MOST_SMALL_BYTES:
+                digests[path] = origins.digest(tensor)
+                continue
+        elif path not in world.kept:
+            other += size
+            if other > MOST_BYTES:
+                left.append(path)
+                continue
+        tensors[path] = tensor
+        about[path] = [str(tensor.device), bool(tensor.requires_grad), tensor.grad_fn is not None, list(_storage_of(tensor))]
+    unsound = [] if world.complete else ["it holds more objects than can be looked through"]
+    return {"tensors": tensors, "grads": grads, "digests": digests, "left": left, "about": about, "plain": dict(world.plain),
+            "optimizers": {path: _state_of_optimizer(optimizer) for path, optimizer in world.optimizers.items()},
+            "generators": {path: state_of(generator) for path, generator in world.generators.items()}}, unsound
+
+
+def _storage_of(tensor: Any) -> tuple[int, int, int]:
+    """Which memory it lies in, how large that is, and where in it."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes() // tensor.element_size(), tensor.storage_offset()
+
+
+def _weights_of(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _state_of_optimizer(optimizer: Any) -> dict[str, Any]:
+    numbers = {id(p): number for number, p in enumerate(_weights_of(optimizer))}
+    state = {numbers.get(id(key), key): value for key, value in optimizer.state.items() if id(key) in numbers or type(key) in (str, int)}
+    return {"state": state, "devices": [str(leaf.device) for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]}
+
+
+# -- the seam ----------------------------------------------------------------------------------------------------------------
+
+
+class Seam:
+    """``refuse`` is called with a sentence and does not return. ``skeletons`` ends here."""
+
+    def __init__(self, state: dict[str, Any], skeletons: Skeletons, origins: Origins, refuse: Callable[[str], NoReturn]) -> None:
+        self.state, self.skeletons, self.origins, self.refuse = state, skeletons, origins, refuse
+
+    def compare(self, world: World) -> None:
+        """Whether the program has come to what it was. Refuses where it has not."""
+        before, now = self.state["plain"], world.plain
+        differ = [f"`{name}` is {_shown(now[name])} and was {_shown(value)}" for name, value in before.items() if name in now and now[name] != value]
+        differ += [f"`{name}` is not there any more" for name in before if name not in now] + [f"`{name}` was not there" for name in now if name not in before]
+        if differ:
+            self.refuse(f"the program has come to the place of the save with other values: {'; '.join(differ[:SHOWN])}{_more(differ)}")
+        paths = [*self.state["tensors"], *self.state["digests"], *self.state["left"]]
+        lost = sorted(set(paths) ^ set(world.tensors))
+        if lost:
+            self.refuse(f"the program has come to the place of the save with other tensors: {', '.join(f'`{path}`' for path in lost[:SHOWN])}{_more(lost)}")
+        if list(self.state["optimizers"]) != list(world.optimizers):
+            self.refuse("the program has come to the place of the save with other optimizers")
+        changed = [path for path, digest in self.state["digests"].items()
+                   if type(world.tensors[path]) is Skeleton or zlib.crc32(_few(world.tensors[path]), digest_of(world.tensors[path])) != digest]
+        if changed:
+            self.refuse(f"{', '.join(f'`{path}`' for path in changed[:SHOWN])}{_more(changed)} had other values before the training began")
+
+    def put_back(self, world: World) -> None:
+        state, restored = self.state, set()
+        memory: dict[int, Any] = {}
+        for path, values in state["tensors"].items():
+            target = world.tensors[path]
+            restored.add(id(target))
+            device, wants_grad, has_graph, lies = state["about"][path]
+            if type(target) is Skeleton:
+                made = _placed(values, device, lies, memory)
+                if wants_grad:
+                    made.requires_grad_()
+                    if has_graph:
+                        made.register_hook(self._trips(path))
+                torch.utils.swap_tensors(target, made)
+                self.origins.forget(target)
+            elif target.size() == values.size() and target.dtype == values.dtype:
+                with torch.no_grad():
+                    target.detach().copy_(values)
+            else:
+                target.data = values.to(device)
+        for path, tensor in world.tensors.items():
+            if type(tensor) is not Skeleton and tensor.is_leaf:
+                grad = state["grads"].get(path)
+                tensor.grad = grad.to(tensor.device) if grad is not None else None
+        for path, optimizer in world.optimizers.items():
+            self._put_back_optimizer(optimizer, state["optimizers"][path])
+        for path, generator in world.generators.items():
+            if path not in state["generators"] or not set_state_of(torch, generator, state["generators"][path]):
+                self.refuse(f"`{path}` was another kind of random generator")
+        lost = [tensor for tensor in self.skeletons.tainted if id(tensor) not in restored and sys.getrefcount(tensor) > 3]
+        if lost:
+            self.refuse(f"{len(lost)} tensors that the training has written to are not reached by any variable")
+
+    def _put_back_optimizer(self, optimizer: Any, kept: dict[str, Any]) -> None:
+        weights, devices = _weights_of(optimizer), iter(kept["devices"])
+        state = pytree.tree_map(lambda leaf: leaf.to(next(devices)) if isinstance(leaf, torch.Tensor) else leaf, kept["state"])
+        optimizer.state.clear()
+        for key, value in state.items():
+            optimizer.state[weights[key] if type(key) is int else key] = value
+
+    def _trips(self, path: str) -> Callable[[Any], Any]:
+        def trip(grad: Any) -> Any:
+            self.refuse(f"a backward pass goes through `{path}` to what was computed before the save")
+
+        return trip
+
+
+def _placed(values: Any, device: str, lies: list[int], memory: dict[int, Any]) -> Any:
+    """A tensor with these values; those that shared their memory share it again."""
+    where, size, offset = lies
+    storage = memory.get(where)
+    if storage is None or storage.nbytes() != size * values.element_size():
+        storage = memory[where] = torch.empty(size, dtype=values.dtype, device=device).untyped_storage()
+    made = torch.empty(0, dtype=values.dtype, device=device).set_(storage, offset, values.size(), values.stride())
+    return made.copy_(values)
+
+
+def _shown(told: str) -> str:
+    """The value behind a digest."""
+    return told.partition(" ")[2]
+
+
+def _more(found: Iterable[Any]) -> str:
+    count = len(list(found)) - SHOWN
+    return f" and {count} more" if count > 0 else ""
+
+
+class Draws:
+    """Whether the program draws from `random` or numpy by itself, while what it skips has drawn from them, too."""
+
+    def __init__(self) -> None:
+        self.began = _others()
+
+    def compare(self, saved: dict[str, Any]) -> list[str]:
+        now = _others()
+        return [kind for kind, state in now.items() if state != self.began.get(kind) and state != saved.get(kind)]
+
+
+def _others() -> dict[str, Any]:
+    return {kind: state for kind, state in random_states(torch, devices=False).items() if kind in ("python", "numpy")}
+

@@ -1,0 +1,428 @@
+"""Tensors without values: they have the shape, strides, type and device of those that a training computes, and every operation on them answers at once.
+
+While a program is brought to a save again, a mode of torch sees each function that the program calls. A function of skeletons or of weights is asked once, by
+torch's FakeTensorMode, what it gives for arguments like these, and from then on a table answers. What is written to becomes a skeleton itself, under the same
+name everywhere: `torch.utils.swap_tensors` changes what a tensor is without changing who holds it. The same brings values back at the seam.
+
+A skeleton knows which weights it was computed from, so that a backward pass leaves gradients, without values, where the real one left them. A skeleton that is
+still without values after the seam refuses everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch.utils import _pytree as pytree
+
+Refuse = Callable[[str], NoReturn]
+NOWHERE: frozenset[Any] = frozenset()
+
+# Answered by the skeleton itself, or by torch for it: nothing of values.
+NATIVE = frozenset((
+    "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device",
+    "__len__", "__hash__", "storage_offset", "is_same_size", "is_pinned", "is_inference", "is_conj", "is_neg", "is_set_to", "dim_order", "is_distributed",
+    "_is_view", "is_nonzero_static", "has_names", "__dir__", "is_coalesced", "is_tensor", "is_storage", "_is_zerotensor", "_has_compatible_shallow_copy_type"))
+GETTERS = frozenset(("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mps", "is_xpu", "itemsize",
+                     "nbytes", "names", "is_leaf", "_version", "output_nr", "is_mkldnn", "is_sparse_csr", "is_nested", "is_vulkan", "is_xla", "is_hpu",
+                     "is_ipu", "is_maia", "is_mtia", "name", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "is_inference"))
+WITHOUT_GRADIENT = frozenset(("detach", "detach_", "data", "argmax", "argmin", "argsort", "eq", "ne", "lt", "gt", "le", "ge"))
+READS_VALUES = frozenset(("data_ptr", "storage", "untyped_storage", "_typed_storage", "__array_interface__", "__cuda_array_interface__", "__dlpack__",
+                          "share_memory_", "__reduce_ex__", "__deepcopy__"))
+
+
+class Skeleton(torch.Tensor):
+    """``meta``: shape, strides, type and device. ``sources``: the weights that it was computed from with gradients on."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # the mode answers
+    meta: tuple[Any, ...]
+    sources: frozenset[Any]
+
+    @staticmethod
+    def __new__(cls: Any, meta: tuple[Any, ...], sources: frozenset[Any] = NOWHERE) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, meta[0], strides=meta[1], dtype=meta[2], device=meta[3])
+        made.meta, made.sources = meta, sources
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """An operation that reached a skeleton past the mode, or after the seam."""
+        return Skeleton.tripped(f"{func.__name__.partition('.')[0]}()")
+
+    @staticmethod
+    def tripped(what: str) -> Any:
+        """Set by who brings the program to its save: hears of it, and does not return."""
+        raise RuntimeError(f"{what} of a tensor that has no values")
+
+
+def meta_of(tensor: Any) -> tuple[Any, ...]:
+    return tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.device
+
+
+def dense(shape: list[int], dtype: str, device: str) -> Any:
+    """A skeleton without gaps."""
+    strides, size = [], 1
+    for extent in reversed(shape):
+        strides.append(size)
+        size *= max(extent, 1)
+    return Skeleton((tuple(shape), tuple(reversed(strides)), getattr(torch, dtype), torch.device(device)))
+
+
+class Skeletons:
+    """The functions of skeletons. ``refuse`` is called with a sentence for what cannot be answered, and does not return."""
+
+    def __init__(self, refuse: Refuse) -> None:
+        self.refuse = refuse
+        self.tainted: list[Any] = []  # real tensors that should have been written to, and could not become skeletons
+        self._known: dict[Any, Any] = {}
+        self._names: dict[Any, str] = {}
+        self._fake: Any = None
+        self._unions: dict[tuple[frozenset[Any], frozenset[Any]], frozenset[Any]] = {}
+        self._special: dict[str, Callable[..., Any]] = {
+            "backward": self._backward, "requires_grad": self._requires_grad, "grad_fn": self._grad_fn, "retain_grad": lambda tensor: None,
+            "requires_grad_": self._requires_grad_, "to": self._to, "type": self._to, "__iter__": lambda tensor: iter(tensor.unbind(0)),
+            "register_hook": self._hook, "tensor": self._from_values, "as_tensor": self._from_values,
+            "is_leaf": lambda tensor: tensor.is_leaf if type(tensor) is not Skeleton else not tensor.sources}
+
+    def mode(self) -> Any:
+        """The mode that sees each function of torch that is called."""
+        handle = self.handle
+
+        class Answering(torch.overrides.TorchFunctionMode):
+            off = False
+
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if self.off:
+                    return func(*args, **(kwargs or {}))
+                for arg in args:
+                    if _trains(arg):
+                        return handle(func, args, kwargs or {})
+                if kwargs and any(map(_trains, kwargs.values())):
+                    return handle(func, args, kwargs)
+                return func(*args, **(kwargs or {}))
+
+        return Answering()
+
+    # -- one function -------------------------------------------------------------------------------------------------------
+
+    def handle(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        name = self._names.get(func)
+        if name is None:
+            name = self._names[func] = _name_of(func)
+        if name in NATIVE or name.endswith(("__set__", "__delete__")):
+            return func(*args, **kwargs)
+        if name.startswith("get "):
+            return self._property(name[4:], func, args[0])
+        special = self._special.get(name)
+        if special is not None:
+            return special(*args, **kwargs)
+        if name in READS_VALUES:
+            return self._values_read(name, func, args, kwargs)
+        if kwargs.get("out") is not None:
+            return self._written(name, func, [kwargs["out"]] if isinstance(kwargs["out"], torch.Tensor) else kwargs["out"], args, kwargs, kwargs["out"])
+        if name == "__setitem__":
+            return self._written(name, func, [args[0]], args, kwargs, None)
+        if name.startswith(("_foreach_", "_fused_", "_amp_")):
+            return self._many(name, func, args, kwargs)
+        if (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE:
+            return self._written(name, func, [args[0]], args, kwargs, args[0])
+        return self._answered(name, func, args, kwargs)
+
+    def _property(self, name: str, func: Any, tensor: Any) -> Any:
+        special = self._special.get(name)
+        if special is not None:
+            return special(tensor)
+        if name == "grad":
+            return func(tensor)
+        if name in GETTERS:
+            return func(tensor)
+        if name == "data":
+            return self.made(meta_of(tensor))
+        if name in READS_VALUES:
+            return self._values_read(name, func, (tensor,), {})
+        return self._answered(name, func, (tensor,), {})
+
+    def _values_read(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if any(_is_without(arg) for arg in args):
+            if name == "__deepcopy__":
+                return self.made(args[0].meta)
+            self.refuse(f"the program uses {name} of a tensor that its training computed, which cannot be followed")
+        return func(*args, **kwargs)
+
+    def _answered(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        try:
+            key: Any = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else (), self._casts())
+            known = self._known.get(key)
+        except TypeError:  # an argument that is no key
+            key = known = None
+        if known is None:
+            known = self._asked(name, func, args, kwargs)
+            if key is not None:
+                self._known[key] = known
+        leaves, spec, single = known
+        sources = NOWHERE
+        if torch.is_grad_enabled() and name not in WITHOUT_GRADIENT:
+            for arg in (*args, *kwargs.values()):
+                sources = self._union(sources, self.sources_of(arg))
+        if single:
+            return self.made(leaves[0], sources if leaves[0][2].is_floating_point or leaves[0][2].is_complex else NOWHERE)
+        found = [self.made(leaf, sources if leaf[2].is_floating_point else NOWHERE) if type(leaf) is tuple and len(leaf) == 4 else leaf[0] for leaf in leaves]
+        return pytree.tree_unflatten(found, spec)
+
+    def made(self, meta: tuple[Any, ...], sources: frozenset[Any] = NOWHERE) -> Any:
+        return Skeleton(meta, sources)
+
+    def _asked(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], Any, bool]:
+        """What torch says a function gives for arguments like these."""
+        if self._fake is None:
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        states = [torch.default_generator.get_state()]
+        try:
+            with torch.no_grad(), self._fake:
+                def faked(value: Any) -> Any:
+                    if not isinstance(value, torch.Tensor):
+                        return value
+                    size, stride, dtype, device = meta_of(value)
+                    made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+                    return torch.nn.Parameter(made, requires_grad=False) if isinstance(value, torch.nn.Parameter) and name == "get data" else made
+
+                inside = pytree.tree_map(faked, (args, kwargs))
+                result = func(*inside[0], **inside[1])
+                leaves, spec = pytree.tree_flatten(result)
+                metas = [meta_of(leaf) if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]
+        except Exception as error:
+            if isinstance(error, (TypeError, ValueError, IndexError)) and not type(error).__module__.startswith("torch"):
+                raise  # the program's own mistake, or its way of asking
+            why = " ".join(str(error).split())[:160]
+            self.refuse(f"{name}() of tensors that the training computed cannot be followed ({type(error).__name__}: {why})")
+        finally:
+            torch.default_generator.set_state(states[0])
+        return metas, spec, isinstance(result, torch.Tensor)
+
+    def _casts(self) -> Any:
+        if not torch._C._is_any_autocast_enabled():
+            return None
+        return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+    # -- writing ------------------------------------------------------------------------------------------------------------
+
+    def _written(self, name: str, func: Any, targets: Iterable[Any], args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        targets = list(targets)
+        others = [each for each in (*args, *kwargs.values()) if not any(each is target for target in targets)]
+        drawn = any(_is_without(each) for each in others)
+        if not drawn and not any(type(target) is Skeleton for target in targets):
+            return func(*args, **kwargs)  # nothing that was computed is in it: weights that are made, say
+        sources = NOWHERE
+        if torch.is_grad_enabled() and name not in ("detach_", "zero_", "fill_"):
+            for each in others:
+                sources = self._union(sources, self.sources_of(each))
+        for target in targets:
+            self._becomes(target, sources)
+        if name in SHAPING and isinstance(result, Skeleton):
+            metas, _, _ = self._asked(name, func, args, kwargs)
+            self._swap(result, self.made(metas[0], result.sources))
+        return result
+
+    def _many(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A function of lists of tensors; it writes to all lists that it may where its name ends so."""
+        if not name.endswith("_"):
+            return self._answered(name, func, args, kwargs)
+        if not any(_is_without(each) for each in (*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        first = args[0] if name.startswith("_foreach_") else args
+        for target in _tensors(first):
+            self._becomes(target, NOWHERE)
+        return None
+
+    def _becomes(self, target: Any, sources: frozenset[Any]) -> None:
+        """A tensor was written to with what nobody knows."""
+        if type(target) is Skeleton:
+            if sources:
+                target.sources = self._union(target.sources, sources)
+        elif not target.requires_grad:  # weights keep what they have; the seam brings what they should have
+            self._swap(target, self.made(meta_of(target), sources))
+
+    def _swap(self, target: Any, other: Any) -> None:
+        try:
+            torch.utils.swap_tensors(target, other)
+        except RuntimeError:  # something knows it weakly
+            self.tainted.append(target)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------------
+
+    def sources_of(self, value: Any) -> frozenset[Any]:
+        kind = type(value)
+        if kind is Skeleton:
+            return value.sources
+        if isinstance(value, torch.Tensor):
+            return frozenset((_ById(value),)) if value.requires_grad else NOWHERE
+        found = NOWHERE
+        if kind in (list, tuple):
+            for each in value:
+                found = self._union(found, self.sources_of(each))
+        return found
+
+    def _union(self, a: frozenset[Any], b: frozenset[Any]) -> frozenset[Any]:
+        if not b or a is b:
+            return a
+        if not a:
+            return b
+        found = self._unions.get((a, b))
+        if found is None:
+            if len(self._unions) > 4096:
+                self._unions.clear()
+            found = self._unions[a, b] = a | b
+        return found
+
+    def _requires_grad(self, tensor: Any) -> bool:
+        return bool(tensor.sources) if type(tensor) is Skeleton else tensor.requires_grad
+
+    def _requires_grad_(self, tensor: Any, requires_grad: bool = True) -> Any:
+        if type(tensor) is Skeleton:
+            tensor.sources = frozenset((_ById(tensor),)) if requires_grad else NOWHERE
+            return tensor
+        return tensor.requires_grad_(requires_grad)
+
+    def _grad_fn(self, tensor: Any) -> Any:
+        if type(tensor) is not Skeleton:
+            return tensor.grad_fn
+        return GradFn() if tensor.sources else None
+
+    def _hook(self, tensor: Any, hook: Any) -> Any:
+        if type(tensor) is not Skeleton:
+            return tensor.register_hook(hook)
+        return _Handle()
+
+    def _backward(self, tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:
+        torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+    def went_backward(self, tensors: Iterable[Any], inputs: Iterable[Any] | None) -> None:
+        """Leave gradients without values where a backward pass from these would have left some."""
+        sources = NOWHERE
+        for tensor in tensors:
+            sources = self._union(sources, self.sources_of(tensor))
+        wanted = None if inputs is None else {id(each) for each in inputs}
+        for source in sources:
+            leaf = source.tensor
+            if type(leaf) is not Skeleton and leaf.grad is None and (wanted is None or id(leaf) in wanted):
+                leaf.grad = self.made(meta_of(leaf))
+
+    def grads(self, outputs: Any, inputs: Any) -> tuple[Any, ...]:
+        """In the place of `torch.autograd.grad`."""
+        sources = NOWHERE
+        for output in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
+            sources = self._union(sources, self.sources_of(output))
+        return tuple(self.made(meta_of(each), sources) for each in ((inputs,) if isinstance(inputs, torch.Tensor) else inputs))
+
+    # -- others -------------------------------------------------------------------------------------------------------------
+
+    def _to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        func = torch.Tensor.to if not (args and isinstance(args[0], str) and args[0].startswith("torch.")) else torch.Tensor.type
+        found = self._answered("to", func, (tensor, *args), kwargs)
+        if found.meta == (tensor.meta if type(tensor) is Skeleton else meta_of(tensor)) and not kwargs.get("copy"):
+            return tensor
+        return found
+
+
+    def _from_values(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+        """`torch.tensor` looks into lists by itself."""
+        if isinstance(data, torch.Tensor):
+            return self._answered("tensor", torch.as_tensor, (data, *args), kwargs)
+        zeros = pytree.tree_map(lambda each: torch.zeros(each.meta[0], dtype=each.meta[2]) if type(each) is Skeleton else each, data)
+        return self.made(meta_of(torch.tensor(zeros, *args, **kwargs)))
+
+
+class _ById:
+    """A tensor as a member of a set."""
+
+    __slots__ = ("key", "tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor, self.key = tensor, id(tensor)
+
+    def __hash__(self) -> int:
+        return self.key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other.key == self.key
+
+
+class GradFn:
+    """In the place of a node of autograd's graph."""
+
+    next_functions = ()
+
+    def __call__(self, *args: Any) -> None:
+        return None
+
+    def name(self) -> str:
+        return "Skeleton"
+
+
+class _Handle:
+    def remove(self) -> None: ...
+
+
+IN_PLACE = frozenset(("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__",
+                      "__ixor__", "__ilshift__", "__irshift__"))
+SHAPING = frozenset(("squeeze_", "unsqueeze_", "transpose_", "t_", "resize_", "resize_as_", "as_strided_", "swapaxes_", "swapdims_"))
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        owner = getattr(func, "__self__", None)
+        inner = getattr(owner, "__name__", "")
+        return f"get {inner}" if name == "__get__" else f"{inner}.{name}"
+    return str(name or func)
+
+
+def _trains(value: Any, depth: int = 3) -> bool:
+    """Whether a function of this is one of the training: a skeleton, a weight, or a container with one."""
+    kind = type(value)
+    if kind is Skeleton or kind is torch.nn.Parameter:
+        return True
+    if kind is int or kind is float or value is None or kind is str or kind is bool:
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and any(_trains(each, depth - 1) for each in value)
+    return kind is dict and depth > 0 and any(_trains(each, depth - 1) for each in value.values())
+
+
+def _is_without(value: Any, depth: int = 3) -> bool:
+    """Whether there is a skeleton in it."""
+    if type(value) is Skeleton:
+        return True
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and any(_is_without(each, depth - 1) for each in value)
+    return type(value) is dict and depth > 0 and any(_is_without(each, depth - 1) for each in value.values())
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _key(value: Any) -> Any:
+    """Of arguments: what a result's shape may depend on. Raises TypeError where something in it is no key."""
+    found = type(value)
+    if found is tuple or found is list:
+        return (found, *(_key(each) for each in value))
+    if isinstance(value, torch.Tensor):
+        return getattr(value, "meta", None) or meta_of(value)
+    if found is dict:
+        return tuple((name, _key(each)) for name, each in value.items())
+    if found is slice:
+        return slice, _key(value.start), _key(value.stop), _key(value.step)
+    if found in (bool, float):  # 1, 1.0 and True are one key
+        return found, value
+    hash(value)
+    return value

@@ -1,0 +1,267 @@
+"""What a program can reach at one moment: its tensors, its optimizers, its random generators, and its plain values by the variable they lie in.
+
+Walked from the functions that run, the modules that the user has written and what a listener has met; each thing is known by the first path that leads to it.
+Two runs that went the same way have the same paths. Nothing of the program's is called, and no tensor's values are read.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+import sys
+import types
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+
+from flatout.capture.frames import HOME, is_torch, is_users
+from flatout.capture.names import variables_of
+
+MOST_THINGS = 200_000
+DEEPEST = 24
+LONG = 4096  # entries; what is longer is not looked through where its first entries are plain
+SHOWN = 60
+PLAIN = (bool, int, float, complex, str, bytes, type(None), range, slice, torch.Size, torch.dtype, torch.device)
+ROWS = (list, tuple, deque)
+PAIRS = (dict, OrderedDict, types.MappingProxyType)
+CLOSED = (types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType, types.TracebackType)
+# Of the libraries, what holds state that the user's code has made; what else they hold is theirs.
+OPEN_OF_TORCH = ("torch.optim", "torch.amp", "torch.cuda.amp", "torch.nn", "torch.utils.data", "torch.distributions", "torch.func")
+OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
+NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+
+
+class World:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Any] = {}
+        self.optimizers: dict[str, Any] = {}
+        self.generators: dict[str, Any] = {}
+        self.plain: dict[str, str] = {}  # variable -> digest of the plain values in it, and a few of them to show
+        self.kept: set[str] = set()  # paths of tensors that belong to modules
+        self.complete = True
+
+    def look(self, frame: FrameType | None, also: Mapping[str, Any]) -> World:
+        """``also``: things by a name of their own, which no variable may lead to."""
+        walk = _Walk(self)
+        for name, module in _users_modules():
+            for key, value in list(vars(module).items()):
+                walk.variable(f"{name}.{key}" if name != "__main__" else key, key, value)
+        for name, variables, users in _frames(frame):
+            for key, value in variables.items():
+                walk.variable(f"{name}: {key}", key, value, users)
+        for name, value in also.items():
+            walk.variable(f"<{name}>", name, value, users=False)
+        self.complete = walk.left > 0
+        return self
+
+
+def _users_modules() -> Iterator[tuple[str, Any]]:
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, types.ModuleType) and (name == "__main__" or is_users(getattr(module, "__file__", None) or "")):
+            yield name, module
+
+
+def _frames(frame: FrameType | None) -> list[tuple[str, dict[str, Any], bool]]:
+    """Functions that run, the outermost first: a name that is the same each time, their variables, whether the user wrote them."""
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        if code.co_flags & inspect.CO_OPTIMIZED and not is_torch(code.co_filename) and not code.co_filename.startswith((HOME, "<")):
+            found.append((code.co_qualname, variables_of(frame), is_users(code.co_filename)))
+        frame = frame.f_back
+    counted: dict[str, int] = {}
+    named = []
+    for name, variables, users in reversed(found):
+        counted[name] = counted.get(name, 0) + 1
+        named.append((f"{name}()" if counted[name] == 1 else f"{name}()#{counted[name]}", variables, users))
+    return named
+
+
+class _Walk:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.seen: dict[int, Any] = {}  # held, so that no number is given twice
+        self.left = MOST_THINGS
+        self._digest = 0
+        self._shown = ""
+
+    def variable(self, path: str, name: str, value: Any, users: bool = True) -> None:
+        if name.startswith("__") or name == "_" or isinstance(value, CLOSED):
+            return
+        self._digest, self._shown = 0, ""
+        self._visit(path, value, users, 0)
+        if self._digest:
+            self.world.plain[path] = f"{self._digest:08x} {self._shown}"
+
+    def _note(self, path: str, value: str, users: bool) -> None:
+        if users:
+            self._digest = zlib.crc32(f"{path}={value};".encode(errors="replace"), self._digest) or 1
+            if not self._shown:
+                self._shown = value[:SHOWN]
+
+    def _visit(self, path: str, value: Any, users: bool, depth: int) -> None:
+        kind = type(value)
+        if kind in PLAIN:
+            self._note(path, repr(value), users)
+            return
+        if self.left <= 0 or depth > DEEPEST or isinstance(value, CLOSED) or id(value) in self.seen:
+            return
+        self.left -= 1
+        self.seen[id(value)] = value
+        visit = self._way_of(value)
+        if visit is not None:
+            visit(path, value, users, depth + 1)
+
+    def _way_of(self, value: Any) -> Callable[[str, Any, bool, int], None] | None:
+        if isinstance(value, torch.Tensor):
+            return self._tensor
+        if isinstance(value, torch.nn.Module):
+            return self._module
+        if isinstance(value, torch.optim.Optimizer):
+            return self._optimizer
+        if isinstance(value, ROWS):
+            return self._rows
+        if isinstance(value, PAIRS):
+            return self._pairs
+        if isinstance(value, (set, frozenset)):
+            return self._set
+        if isinstance(value, types.FunctionType):
+            return self._function
+        if isinstance(value, types.MethodType):
+            return lambda path, method, users, depth: self._visit(f"{path}.__self__", method.__self__, users, depth)
+        if isinstance(value, functools.partial):
+            return lambda path, partial, users, depth: self._visit(path, [partial.func, partial.args, partial.keywords], users, depth)
+        if isinstance(value, types.GeneratorType):
+            return self._generator
+        if isinstance(value, type):
+            return self._class if _is_users_class(value) else None
+        return self._object
+
+    def _tensor(self, path: str, tensor: Any, users: bool, depth: int) -> None:
+        self.world.tensors[path] = tensor
+
+    def _module(self, path: str, module: Any, users: bool, depth: int) -> None:
+        own = _is_users_class(type(module))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                self.world.kept.add(f"{path}.{name}")
+                self._visit(f"{path}.{name}", tensor, users, depth)
+        for name, child in module._modules.items():
+            if child is not None:
+                self._visit(f"{path}.{name}", child, users, depth)
+        for name, value in list(vars(module).items()):
+            if name not in OF_MODULES:
+                self._visit(f"{path}.{name}", value, users and (own or name == "training"), depth)
+
+    def _optimizer(self, path: str, optimizer: Any, users: bool, depth: int) -> None:
+        self.world.optimizers[path] = optimizer
+        for at, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                if name == "params":
+                    self._rows(f"{path}.params{at}", value, False, depth)
+                else:
+                    self._visit(f"{path}.param_groups[{at}].{name}", value, users, depth)
+        for name, value in list(vars(optimizer).items()):
+            if name not in ("param_groups", "state") and not name.startswith("_"):
+                self._visit(f"{path}.{name}", value, users and _is_users_class(type(optimizer)), depth)
+
+    def _rows(self, path: str, values: Any, users: bool, depth: int) -> None:
+        self._note(path, f"{type(values).__name__} of {len(values)}", users)
+        if len(values) > LONG and all(map(_is_plain, list(values)[:64])):
+            try:
+                self._note(path, f"{hash(tuple(values)):x}" if type(None) not in set(map(type, values)) else "", users)
+            except TypeError:
+                pass
+            return
+        for at, value in enumerate(list(values)):
+            self._visit(f"{path}[{at}]", value, users, depth)
+
+    def _pairs(self, path: str, values: Any, users: bool, depth: int) -> None:
+        self._note(path, f"dict of {len(values)}", users)
+        if len(values) > LONG and all(map(_is_plain, list(values.values())[:64])):
+            return
+        for at, (key, value) in enumerate(list(values.items())):
+            self._visit(f"{path}[{key!r}]" if type(key) in (str, int, float, bool) else f"{path}[#{at}]", value, users, depth)
+
+    def _set(self, path: str, values: Any, users: bool, depth: int) -> None:
+        if len(values) <= LONG and all(map(_is_plain, values)):
+            self._note(path, repr(sorted(map(repr, values))), users)
+
+    def _function(self, path: str, function: Any, users: bool, depth: int) -> None:
+        if not is_users(function.__code__.co_filename):
+            return
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            try:
+                self._visit(f"{path}.{name}", cell.cell_contents, users, depth)
+            except ValueError:
+                pass  # nothing is in it yet
+        self._visit(f"{path}.defaults", function.__defaults__, users, depth)
+        self._visit(f"{path}.__dict__", vars(function), users, depth)
+
+    def _generator(self, path: str, generator: Any, users: bool, depth: int) -> None:
+        if generator.gi_frame is not None and is_users(generator.gi_code.co_filename):
+            for name, value in variables_of(generator.gi_frame).items():
+                self._visit(f"{path}.{name}", value, users, depth)
+
+    def _class(self, path: str, kind: Any, users: bool, depth: int) -> None:
+        for name, value in list(vars(kind).items()):
+            if not name.startswith("__") and not isinstance(value, (types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType)):
+                self._visit(f"{path}.{name}", value, users, depth)
+
+    def _object(self, path: str, thing: Any, users: bool, depth: int) -> None:
+        kind = type(thing)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(thing, numpy.ndarray):
+            if thing.dtype.hasobject:
+                return self._rows(path, thing.reshape(-1).tolist(), users, depth)
+            return self._note(path, f"array {thing.dtype} {thing.shape} {zlib.crc32(_bytes_of(numpy, thing)):08x}", users)
+        if numpy is not None and isinstance(thing, numpy.generic):
+            return self._note(path, repr(thing), users)
+        if _is_random(thing, numpy):
+            self.world.generators[path] = thing
+            return None
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        own = _is_users_class(kind) or name in NAMESPACES or kind.__module__.startswith("torch.optim")
+        if not own and not _is_open(kind):
+            return None
+        for key, value in list(getattr(thing, "__dict__", {}).items()):
+            self._visit(f"{path}.{key}", value, users and own, depth)
+        for each in kind.__mro__:
+            for slot in getattr(each, "__slots__", ()) if type(getattr(each, "__slots__", ())) in (list, tuple) else ():
+                if slot not in ("__dict__", "__weakref__") and hasattr(thing, slot):
+                    self._visit(f"{path}.{slot}", getattr(thing, slot), users and own, depth)
+        return None
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in PLAIN or (isinstance(value, (list, tuple)) and len(value) <= 16 and all(type(each) in PLAIN for each in value))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users_class(kind: Any) -> bool:
+    return is_users(getattr(sys.modules.get(kind.__module__), "__file__", None) or "") or kind.__module__ == "__main__"
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_open(kind: Any) -> bool:
+    """Whether objects of a library's class are looked into: those of Python itself, of torch's machinery and ours are not."""
+    module = kind.__module__ or ""
+    if module.partition(".")[0] in ("torch", "flatout"):
+        return module.startswith(OPEN_OF_TORCH) and not kind.__name__.endswith("DataLoaderIter")
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "/site-packages/" in file or "/dist-packages/" in file
+
+
+def _is_random(thing: Any, numpy: Any) -> bool:
+    if isinstance(thing, (torch.Generator, random.Random)):
+        return True
+    return numpy is not None and isinstance(thing, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def _bytes_of(numpy: Any, array: Any) -> Any:
+    return numpy.ascontiguousarray(array).view(numpy.uint8).reshape(-1) if array.size else b""
