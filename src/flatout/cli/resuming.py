@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from flatout.capture.bootstrap import say_at_once
 from flatout.capture.frames import is_users
@@ -18,22 +17,28 @@ from flatout.capture.ledger import Ledger
 from flatout.engine.rescue import Rescue
 from flatout.pipeline.streams import own_generators
 from flatout.plan.errors import CannotResume, FlatoutError, SaveError
-from flatout.replay.again import Again
 from flatout.state.drift import drift, surroundings
 from flatout.state.saves import Save, Saves, believed
+
+if TYPE_CHECKING:
+    from flatout.replay.again import Again
 
 JOURNAL = "journal-"
 
 
 def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: Mapping[str, Any]) -> Again | None:
     """``asked``: ``anew``, ``shows``. None where this is no process whose training could be recorded."""
+    import torch
+
+    from flatout.replay.again import Again
+
     if (started := sys.modules.get("multiprocessing.process")) is not None and started.parent_process() is not None:
         return None
     save = None if asked["anew"] else newest_exact(rescue.folder)
     state = None
     try:
         if save is not None:
-            _may_go_on(save)
+            _may_go_on(torch, save)
             state = save.read(torch)["exact"]
     except FlatoutError as error:
         _refuse(str(error))
@@ -49,8 +54,15 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
         at_seam()
 
     again = Again(rescue.folder / name, state, rescue, ledger, say_at_once, own_generators, seam, asked["shows"])
+    atexit.register(_ended, again)
     rescue.beside, rescue.goes_on = Told(again, name), save.step if save is not None else None
     return again
+
+
+def _ended(again: Again) -> None:
+    """At the end of the process; one that has failed is gone on with."""
+    if os.getpid() == again.pid and getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
+        again.ended()
 
 
 class Told:
@@ -82,7 +94,7 @@ def newest_exact(folder: Path) -> Save | None:
     return None
 
 
-def _may_go_on(save: Save) -> None:
+def _may_go_on(torch: Any, save: Save) -> None:
     """Raises CannotResume where something has changed on which the bits depend."""
     told = save.manifest.told
     changed = [name for name, digest in told["sources"].items() if _digest_of(name) != digest]

@@ -21,6 +21,7 @@ from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
 from flatout.plan.errors import CannotResume, FlatoutError
 from flatout.replay.batches import Batches
+from flatout.replay.files import Files
 from flatout.replay.hearing import Hearing
 from flatout.replay.quiet import Quiet
 from flatout.replay.seam import Draws, Origins, Seam, state_of_world
@@ -44,6 +45,7 @@ class Again(Listener):
         self.tape = Tape(self._refuse, say)
         self.skeletons = Skeletons(self._refuse)
         self.batches = Batches(self.tape, ledger, self._begins, find)
+        self.files = Files(journal.with_name(f"{journal.name}.files"), self.tape, self._refuse)
         self._mode: Any = None
         self._quiet: Quiet | None = None
         self._origins: Origins | None = None
@@ -61,6 +63,7 @@ class Again(Listener):
         else:
             self._start = state["start"]
             self._play(state, shows)
+        self.files.install()
 
     def install(self) -> None:
         """After what else changes how loaders are made."""
@@ -80,6 +83,7 @@ class Again(Listener):
     def ended(self) -> None:
         """The program has come to its own end: there is nothing to go on with."""
         self.journal.unlink(missing_ok=True)
+        self.files.ended()
 
     # -- recording ----------------------------------------------------------------------------------------------------------
 
@@ -95,8 +99,8 @@ class Again(Listener):
             state, unsound = state_of_world(world, self._origins)
         finally:
             tape.deaf -= 1
-        return {**state, "start": self._start, "random": random_states(torch), "batches": self.batches.place(), "journal": place.to_json(),
-                "events": tape.events, "steps": tape.steps}, "; ".join(unsound)
+        return {**state, "start": self._start, "random": random_states(torch), "batches": self.batches.place(), "files": self.files.state(),
+                "journal": place.to_json(), "events": tape.events, "steps": tape.steps}, "; ".join(unsound)
 
     def flush(self) -> None:
         """Until the journal is on the disk."""
@@ -168,7 +172,8 @@ class Again(Listener):
         self.batches.fetched = set(state["batches"]["fetched"])
         set_random_states(torch, state["start"])
         Skeleton.tripped = staticmethod(lambda what: self._refuse(f"{what} of a tensor that was not kept"))  # type: ignore[method-assign]
-        self._quiet = Quiet(shows)
+        self._quiet = None if shows else Quiet()
+        self.files.play(state["files"])
         self._skipping.set(torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__))
         self._skipping.set(torch.nn.Parameter, "__deepcopy__", self._for_real(torch.nn.Parameter.__deepcopy__))
         self._mode = self.skeletons.mode()
@@ -243,8 +248,8 @@ class Again(Listener):
                 torch.compiler.set_stance("default")
             drawn = self._draws.compare(saved["random"]) if self._draws is not None else []
             if drawn:
-                self._refuse(f"the program draws random numbers itself ({' and '.join(drawn)}), in turns with what is skipped. Give its data set a generator of "
-                             f"its own, or workers")
+                self._refuse(f"the program draws random numbers itself ({' and '.join(drawn)}), in turns with what is skipped. Give its data set a "
+                             f"generator of its own, or workers")
             seam, world = Seam(saved, self.skeletons, self._origins, self._refuse), World().look(frame, self._also())
             seam.compare(world)
             self._leave_mode()
@@ -254,8 +259,9 @@ class Again(Listener):
                 self._refuse("; ".join(said))
             seam.put_back(world)
             set_random_states(torch, saved["random"])
-            assert self._quiet is not None
-            self._quiet.ends()
+            self.files.go_on(saved["files"])
+            if self._quiet is not None:
+                self._quiet.ends()
             tape.record(Journal(self.journal, Place.from_json(saved["journal"])))
         except FlatoutError as error:
             self._refuse(str(error))

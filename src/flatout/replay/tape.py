@@ -18,7 +18,7 @@ from flatout.state.journal import Entries, Journal, Place
 FLOAT, INTEGER, TRUE, FALSE, NONE, TEXT, BYTES, ARRAY, JSON, LARGE, RAISED, MARK = range(1, 13)
 LONGER = frozenset((TEXT, BYTES, ARRAY, JSON, RAISED))
 WORD = 1 << 63
-MOST_LONGER = 1 << 16  # bytes of one value; of a larger one its digest is kept
+MOST_LONGER, MOST_OF_LONGER = 1 << 22, 1 << 28  # bytes of one value, and of all; of what is larger its digest is kept
 BLOCK = 1 << 13  # entries
 ERRORS = {kind.__name__: kind for kind in (RuntimeError, ValueError, TypeError, IndexError)}
 
@@ -46,6 +46,7 @@ class Tape:
         self.entries = Entries()
         self.journal: Journal | None = None
         self.broken = ""
+        self._longer_bytes = 0
         self._at = self._float = self._integer = self._longer = 0
         self._target = -1
 
@@ -83,7 +84,8 @@ class Tape:
             entries.codes.append(NONE)
             return
         code, data = encoded(value)
-        if len(data) > MOST_LONGER:
+        self._longer_bytes += len(data)
+        if len(data) > MOST_LONGER or self._longer_bytes > MOST_OF_LONGER:
             entries.codes.append(LARGE)
             entries.integers.append(zlib.crc32(data))
         else:

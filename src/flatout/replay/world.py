@@ -242,12 +242,20 @@ def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN or (isinstance(value, (list, tuple)) and len(value) <= 16 and all(type(each) in PLAIN for each in value))
 
 
-@functools.lru_cache(maxsize=4096)
 def _is_users_class(kind: Any) -> bool:
+    found = _USERS.get(kind)
+    if found is None:
+        found = _USERS[kind] = _is_of_user(kind)
+    return found
+
+
+_USERS: dict[Any, bool] = {}
+
+
+def _is_of_user(kind: Any) -> bool:
     return is_users(getattr(sys.modules.get(kind.__module__), "__file__", None) or "") or kind.__module__ == "__main__"
 
 
-@functools.lru_cache(maxsize=4096)
 def _is_open(kind: Any) -> bool:
     """Whether objects of a library's class are looked into: those of Python itself, of torch's machinery and ours are not."""
     module = kind.__module__ or ""
