@@ -100,7 +100,7 @@ def speaks_first(path: str) -> bool:
 
 
 def keeps_first(path: str) -> bool:
-    """Whether this process is the one of a run whose training is kept: the first that asks, or where that one lives no more, since the program was started again."""
+    """Whether this process is the one of a run whose training is kept: the first that asks; the next one where that has died, and the program was started again."""
     return _is_first(f"{path}.kept") or (_is_of_the_dead(f"{path}.kept") and _is_first(f"{path}.kept"))
 
 
