@@ -22,7 +22,7 @@ from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from flatout.capture.ledger import Ledger
-from flatout.replay.skeleton import Skeleton, meta_of
+from flatout.replay.skeleton import Skeleton
 from flatout.replay.tape import Tape
 from flatout.state.carrying import Carried, Carrier, Find
 from flatout.state.loading import in_place
@@ -317,7 +317,7 @@ def _metas_of(batch: Any) -> Any:
     """The shape of a batch as a key; None where it holds more than tensors."""
     kind = type(batch)
     if kind is torch.Tensor or kind is Skeleton:
-        return meta_of(batch) if batch.layout is torch.strided else None
+        return (batch.shape, batch.stride(), batch.dtype, batch.device) if batch.layout is torch.strided else None
     if kind is list or kind is tuple:
         found = (kind, *map(_metas_of, batch))
     elif kind is dict:

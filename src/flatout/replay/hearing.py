@@ -28,6 +28,8 @@ VALUES = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__
 SHAPES = ("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave")
 CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "process_time_ns", "thread_time", "strftime",
           "ctime", "localtime", "gmtime", "asctime")
+# The order of samples follows from a seed, which is heard, or from a generator of the program's own.
+FROM_A_SEED = torch.utils.data.RandomSampler.__iter__.__code__
 DATES = {"datetime": ("now", "utcnow", "today"), "date": ("today",)}
 OF_DEVICES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info")
 
@@ -80,12 +82,16 @@ class Hearing:
 
     def _value(self, really: Callable) -> Callable:
         tape, here = self.tape, threading.get_ident
+        follows = FROM_A_SEED if really.__name__ == "tolist" else None
 
         @wraps(really)
         def heard(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if tape.deaf or here() != tape.main:
                 return really(tensor, *args, **kwargs)
-            at = sys._getframe(1).f_lasti
+            caller = sys._getframe(1)
+            if caller.f_code is follows:
+                return really(tensor, *args, **kwargs)
+            at = caller.f_lasti
             if tape.going:
                 return self._answer(really, at, (tensor, *args), kwargs)
             tape.deaf = 1

@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import threading
 import zlib
+from array import array
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from flatout.plan.errors import StorageError
 from flatout.state.journal import Entries, Journal, Place
 
-FLOAT, INTEGER, TRUE, FALSE, NONE, TEXT, BYTES, ARRAY, JSON, LARGE, RAISED, MARK = range(1, 13)
-LONGER = frozenset((TEXT, BYTES, ARRAY, JSON, RAISED))
+FLOAT, INTEGER, TRUE, FALSE, NONE, TEXT, BYTES, ARRAY, JSON, LARGE, RAISED, MARK, INTEGERS = range(1, 14)
+LONGER = frozenset((TEXT, BYTES, ARRAY, JSON, RAISED, INTEGERS))
 WORD = 1 << 63
 MOST_LONGER, MOST_OF_LONGER = 1 << 22, 1 << 28  # bytes of one value, and of all; of what is larger its digest is kept
 BLOCK = 1 << 13  # entries
+here = threading.get_ident
 ERRORS = {kind.__name__: kind for kind in (RuntimeError, ValueError, TypeError, IndexError)}
 
 
@@ -58,7 +60,7 @@ class Tape:
     @property
     def hears(self) -> bool:
         """Whether what this thread does now belongs to the program's way."""
-        return not self.deaf and threading.get_ident() == self.main
+        return not self.deaf and here() == self.main
 
     def put(self, value: Any, at: int) -> None:
         """``at``: where in the program, a small number that is the same each time."""
@@ -176,6 +178,9 @@ def encoded(value: Any) -> tuple[int, bytes]:
         return TEXT, value.encode("utf-8", "surrogatepass")
     if kind is bytes:
         return BYTES, value
+    if kind is list and len(value) > 16 and set(map(type, value)) == {int} and -WORD < min(value) and max(value) < WORD:
+        words = next(array(code, value) for code in "bhiq" if abs(max(value, key=abs)) < 1 << (8 * array(code).itemsize - 1))
+        return INTEGERS, words.typecode.encode() + zlib.compress(words.tobytes(), 1)
     if isinstance(value, Exception):
         return RAISED, json.dumps([kind.__name__ if kind.__name__ in ERRORS else "RuntimeError", str(value)]).encode()
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):
@@ -191,6 +196,10 @@ def decoded(code: int, data: bytes) -> Any:
         return data.decode("utf-8", "surrogatepass")
     if code == BYTES:
         return data
+    if code == INTEGERS:
+        words = array(chr(data[0]))
+        words.frombytes(zlib.decompress(data[1:]))
+        return words.tolist()
     if code == ARRAY:
         import numpy
 

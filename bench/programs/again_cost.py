@@ -1,0 +1,91 @@
+"""One process under `flatout run --resume` in which what is recorded is taken off and put on again: what the journal costs, without the luck of two processes.
+
+As `rescue_cost.py`, with batches from a DataLoader and a loss that is read in each step. Prints one JSON line: the median step of each block in microseconds of its
+thread's processor time (all of flatout off, on, on, off), entries and bytes of the journal a step.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+
+import torch
+from rescue_cost import NEVER, SHORT_S, Switch
+from step_loop import make
+from torch.utils.data import DataLoader, TensorDataset
+
+from flatout.engine.rescue import Rescue
+from flatout.replay.again import Again
+from flatout.replay.hearing import Hearing
+
+
+class Recording(Switch):
+    def __init__(self, rescue, again):
+        super().__init__(rescue)
+        self.again = again
+
+    def __call__(self, on):
+        off = not self.scene.ledger.entries()
+        super().__call__(on)
+        if on and off:
+            Hearing(self.again.tape, self.scene.ledger).install()
+            self.again._install_skipping()
+            self.again.install()
+
+
+def steps(model, optimizer, loader, fewest):
+    lengths, before = [], time.thread_time()
+    while len(lengths) < fewest:
+        for (data,) in loader:
+            optimizer.zero_grad()
+            loss = model(data).square().mean()
+            loss.backward()
+            optimizer.step()
+            loss.item()
+            now = time.thread_time()
+            lengths.append(now - before)
+            before = now
+            if len(lengths) >= fewest:
+                break
+    return lengths
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    loader = DataLoader(TensorDataset(torch.randn(32 * 64, args.width)), batch_size=32, shuffle=True)
+    model = make(args.layers, args.width)[0]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    length = statistics.median(steps(model, optimizer, loader, 30))
+    rescue, again = (next(thing for thing in gc.get_objects() if isinstance(thing, kind)) for kind in (Rescue, Again))
+    if not rescue.active or rescue.saver is None or again.tape.journal is None:
+        raise SystemExit("nothing is recorded of this program")
+    switch = Recording(rescue, again)
+    rescue.saver.wait()
+    rescue.saver.every = NEVER
+    tape, count, found, start = again.tape, max(5, round(SHORT_S / length)), [], time.perf_counter()
+    tape.write()
+    before, entries, heard = tape.journal.place.bytes, 0, 0
+    while time.perf_counter() - start < args.seconds or len(found) < 3:
+        times = []
+        for on in (False, True, True, False):
+            switch(on)
+            first = len(tape.entries.codes), tape.steps
+            steps(model, optimizer, loader, 3)
+            times.append(round(1e6 * statistics.median(steps(model, optimizer, loader, count)), 2))
+            heard += tape.steps - first[1]
+            entries += max(0, len(tape.entries.codes) - first[0])
+        found.append(times)
+    switch(True)
+    steps(model, optimizer, loader, 3)
+    place = tape.write()
+    print(json.dumps({"rounds": found, "entries_a_step": entries / max(heard, 1), "journal_bytes": place.bytes - before, "steps": heard}))
+
+
+if __name__ == "__main__":
+    main()
