@@ -1,7 +1,7 @@
 """One process under `flatout run --resume` in which what is recorded is taken off and put on again: what the journal costs, without the luck of two processes.
 
-As `rescue_cost.py`, with batches from a DataLoader and a loss that is read in each step. Prints one JSON line: the median step of each block in microseconds of its
-thread's processor time (all of flatout off, on, on, off), entries and bytes of the journal a step.
+As `rescue_cost.py`, with batches from a DataLoader and a loss that is read in each step. Prints one JSON line: the median step of each block in microseconds
+of its thread's processor time (all of flatout off, on, on, off), entries and bytes of the journal a step.
 """
 
 import argparse
@@ -30,7 +30,6 @@ class Recording(Switch):
         super().__call__(on)
         if on and off:
             Hearing(self.again.tape, self.scene.ledger).install()
-            self.again._install_skipping()
             self.again.install()
 
 

@@ -58,6 +58,7 @@ class Again(Listener):
         self.pid = os.getpid()
         self._skipping = Ledger()  # what is only in place until the seam
         Hearing(self.tape, ledger).install()
+        self._steps = Ledger()
         self._install_skipping()
         os.register_at_fork(after_in_child=self._forked)
         if state is None:
@@ -203,7 +204,7 @@ class Again(Listener):
         ledger.set(torch.autograd, "grad", self._without_grad(torch.autograd.grad))
         for kind in (getattr(torch.optim, name) for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)):
             if issubclass(kind, torch.optim.Optimizer) and kind not in (torch.optim.Optimizer, torch.optim.LBFGS):
-                ledger.set(kind, "step", _without_step(kind.step, tape))
+                self._steps.set(kind, "step", _without_step(kind.step, tape))  # before torch hooks it: its hooks are heard
 
     def _begun_by(self, really: Callable) -> Callable:
         @wraps(really)

@@ -178,7 +178,7 @@ def encoded(value: Any) -> tuple[int, bytes]:
         return TEXT, value.encode("utf-8", "surrogatepass")
     if kind is bytes:
         return BYTES, value
-    if kind is list and len(value) > 16 and set(map(type, value)) == {int} and -WORD < min(value) and max(value) < WORD:
+    if kind is list and len(value) > 16 and set(map(type, value)) == {int} and min(value) > -WORD and max(value) < WORD:
         words = next(array(code, value) for code in "bhiq" if abs(max(value, key=abs)) < 1 << (8 * array(code).itemsize - 1))
         return INTEGERS, words.typecode.encode() + zlib.compress(words.tobytes(), 1)
     if isinstance(value, Exception):
