@@ -7,7 +7,7 @@ Each prints what it has become at its end: lines that begin with ``end``. Those 
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 HEAD = '''\
 import copy, hashlib, json, os, pickle, random, shutil, sys, time
@@ -30,7 +30,7 @@ def batch(step):
     return data[step * 8 % 48:][:8]
 
 
-def train(x, model=model, optimizer=optimizer, noise=0.0):
+def train(x, noise=0.0):
     optimizer.zero_grad()
     loss = (model(x) - x.sum(1, keepdim=True) - noise).square().mean()
     loss.backward()
@@ -54,20 +54,26 @@ def end(*things):
 
 @dataclass(frozen=True)
 class Trap:
-    """``files``: beside the program. ``between``: files that are written anew while it is dead. ``itself``: an undisturbed run prints other lines; what it prints
-    of itself must be consistent."""
+    """``files``: beside the program. ``between``: files that are written anew while it is dead. ``itself``: an undisturbed run prints other lines; what it
+    prints of itself must be consistent."""
 
     body: str
     files: dict[str, str] = field(default_factory=dict)
     between: dict[str, str] = field(default_factory=dict)
     itself: bool = False
     before: str = ""  # lines before torch is imported
+    fresh: bool = False  # wants a process of its own
 
     @property
     def source(self) -> str:
         return self.before + HEAD + textwrap.dedent(self.body)
 
+    @property
+    def in_a_process_of_its_own(self) -> Trap:
+        return replace(self, fresh=True)
 
+
+STEPS = 24  # of each
 TRAPS: dict[str, Trap] = {}
 
 
@@ -130,7 +136,7 @@ trap("sum_kept_by_forward", """
     model = Keeps()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for step in range(STEPS):
-        train(batch(step), model, optimizer)
+        train(batch(step))
     end(model.seen, model.largest, model.calls)
 """)
 trap("hidden_state_detached", """
@@ -156,7 +162,7 @@ trap("hidden_state_with_its_graph", """
     end(state, drift)
 """)
 trap("gradients_kept_between_steps", """
-    for step in range(STEPS):
+    for step in range(3 * STEPS):
         x = batch(step)
         (model(x) - x.sum(1, keepdim=True)).square().mean().div(3).backward()
         if step % 3 == 2:
@@ -256,10 +262,11 @@ STEERED = """
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step, way in enumerate(ways):
-        train(batch(step), model, optimizer, noise=0.3 if way else 0.0)
+        train(batch(step), noise=0.3 if way else 0.0)
     print("end consistent", digest(*reached) == digest(*model.state_dict().values()), digest(ways), flush=True)
 """
-trap("clock_steers", STEERED.format(start="time.time()", steer="ways.append(time.time() - start > 0.02); start = time.time() if ways[-1] else start"), itself=True)
+trap("clock_steers", STEERED.format(start="time.time()", steer="ways.append(time.time() - start > 0.02); start = time.time() if ways[-1] else start"),
+     itself=True)
 trap("clock_by_its_own_name", STEERED.format(start="now()", steer="ways.append(now() - start > 0.02); start = now() if ways[-1] else start"), itself=True,
      before="from time import perf_counter as now\n")
 trap("clock_by_its_own_name_not_kept", STEERED.format(start="0", steer="ways.append(1 if int(now() * 1000) % 3 else 0)"), itself=True,
@@ -526,6 +533,7 @@ trap("gradient_hook_clamps", """
     end()
 """)
 trap("optimizer_in_the_backward_pass", """
+    del optimizer
     optimizers = {weight: torch.optim.SGD([weight], lr=0.05, momentum=0.9) for weight in model.parameters()}
     def update(weight):
         optimizers[weight].step()
@@ -589,7 +597,7 @@ trap("own_optimizer", """
                     p.add_(state["mean"], alpha=-group["lr"] / state["steps"] ** (0.5 if self.count % 2 else 0.3))
     optimizer = Own(model.parameters())
     for step in range(STEPS):
-        train(batch(step), model, optimizer)
+        train(batch(step))
     end(optimizer.mean, optimizer.count, [state["steps"] for state in optimizer.state.values()])
 """)
 trap("two_optimizers", """
@@ -607,7 +615,7 @@ trap("optimizer_made_anew", """
     for epoch in range(6):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05 / (epoch + 1))
         for step in range(4):
-            train(batch(step), model, optimizer)
+            train(batch(step))
     end()
 """)
 trap("optimizer_with_a_closure", """
@@ -695,7 +703,7 @@ trap("tied_and_frozen_and_added", """
         if epoch == 2:
             model.fixed.requires_grad_(True)
         for step in range(6):
-            train(batch(step), model, optimizer)
+            train(batch(step))
     end(len(optimizer.param_groups))
 """)
 trap("weights_known_by_number", """
@@ -703,9 +711,9 @@ trap("weights_known_by_number", """
     optimizer = torch.optim.SGD([{"params": [p for p in model.parameters() if id(p) in first], "lr": 0.1},
                                  {"params": [p for p in model.parameters() if id(p) not in first]}], lr=0.01)
     for step in range(STEPS):
-        train(batch(step), model, optimizer)
+        train(batch(step))
     end()
-""")
+""", fresh=True)
 trap("tensors_as_keys", """
     counts, sums = {}, {}
     for step in range(STEPS):
@@ -714,7 +722,7 @@ trap("tensors_as_keys", """
             counts[p] = counts.get(p, 0) + 1
             sums[id(p)] = sums.get(id(p), 0) + p.detach().sum()
     end(list(counts.values()), torch.stack(list(sums.values())))
-""")
+""", fresh=True)
 trap("weak_references", """
     import weakref
     total = torch.zeros(6)
@@ -798,6 +806,14 @@ trap("cache_of_computed_tensors", """
         train(batch(step) + 0.1 * basis(step // 16))
     end(basis(0))
 """)
+HELPER = """
+COUNT, LAST, TOTAL = 0, None, 0.0
+
+
+def note(loss):
+    global COUNT, LAST, TOTAL
+    COUNT, LAST, TOTAL = COUNT + 1, loss, TOTAL + loss
+"""
 trap("places_for_values", """
     class Counts:
         made = 0
@@ -816,7 +832,7 @@ trap("places_for_values", """
         loss = train(batch(step) * (0.9 if helper.COUNT % 3 == 1 else 1.0)).detach()
         Counts(), more(loss), helper.note(loss)
     end(Counts.made, more(0), more.__closure__[1].cell_contents, helper.COUNT, helper.LAST, helper.TOTAL)
-""", files={"helper.py": "COUNT, LAST, TOTAL = 0, None, 0.0\n\n\ndef note(loss):\n    global COUNT, LAST, TOTAL\n    COUNT, LAST, TOTAL = COUNT + 1, loss, TOTAL + loss\n"})
+""", files={"helper.py": HELPER})
 trap("sets_of_strings", """
     names = {f"name {number}" for number in range(12)}
     order = []
@@ -856,9 +872,10 @@ ITERATES = """def __iter__(self):
             for at in range(0, 48{by}):
                 self.calls += 1
                 yield data[at] + 0.01 * self.calls + random.random()"""
-trap("iterable_data_set", COUNTS.format(kind="IterableDataset", gives=ITERATES.format(by=""), also="mine = Counts()", set="mine", more="", x="x", shows="mine.calls"))
-trap("iterable_data_set_with_workers", COUNTS.format(kind="IterableDataset", gives=ITERATES.format(by=", 2"), also="", set="Counts()", more=", num_workers=2", x="x",
-                                                     shows=""))
+trap("iterable_data_set", COUNTS.format(kind="IterableDataset", gives=ITERATES.format(by=""), also="mine = Counts()", set="mine", more="", x="x",
+                                        shows="mine.calls"))
+trap("iterable_data_set_with_workers", COUNTS.format(kind="IterableDataset", gives=ITERATES.format(by=", 2"), also="", set="Counts()",
+                                                     more=", num_workers=2", x="x", shows=""))
 trap("weighted_sampler", COUNTS.format(kind="Dataset", gives=BY_INDEX.format(value="data[at]"), also="", set="data", x="x", shows="",
                                        more=", sampler=torch.utils.data.WeightedRandomSampler(torch.arange(1.0, 49), 48)"))
 trap("weighted_sampler_of_many", """
@@ -907,9 +924,194 @@ trap("looks_at_the_rest_in_between", """
     for epoch in range(4):
         model.train()
         for x in torch.utils.data.DataLoader(data, 8, shuffle=True):
-            train(x, model)
+            train(x)
         model.eval()
         with torch.no_grad():
             right.append(sum(((model(x)[:, 0] > 0) == (y > 0)).sum().item() for x, y in held))
     end(right)
 """)
+
+# -- where nobody looks -----------------------------------------------------------------------------------------------------------
+
+trap("queue_of_noise", """
+    import queue
+    model.append(nn.Dropout(0.3))
+    waiting = queue.Queue()
+    for step in range(STEPS):
+        waiting.put(torch.randn(8, 6))
+        train(batch(step) + (waiting.get() if waiting.qsize() > 4 else 0))
+    end(torch.stack([waiting.get() for _ in range(waiting.qsize())]))
+""")
+trap("cache_of_noise", """
+    from functools import lru_cache
+    model.append(nn.Dropout(0.3))
+    @lru_cache(maxsize=None)
+    def turned(epoch):
+        return torch.randn(6, 6)
+    for step in range(STEPS):
+        train(batch(step) @ turned(step // 8))
+    end(turned(0), turned(1))
+""")
+trap("mean_of_weights_in_a_cache", """
+    from functools import lru_cache
+    @lru_cache(maxsize=None)
+    def mean():
+        return copy.deepcopy(model)
+    mean()
+    for step in range(STEPS):
+        train(batch(step) + 0.1 * mean()(batch(step)).detach())
+        with torch.no_grad():
+            for slow, fast in zip(mean().parameters(), model.parameters()):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+    end(*mean().parameters())
+""")
+trap("teacher_in_a_generator_in_a_zip", """
+    def teacher():
+        mean = copy.deepcopy(model)
+        while True:
+            with torch.no_grad():
+                for slow, fast in zip(mean.parameters(), model.parameters()):
+                    slow.mul_(0.9).add_(fast, alpha=0.1)
+                yield mean(data).mean().item()
+    for step, told in zip(range(STEPS), teacher()):
+        train(batch(step), noise=told)
+    end(told)
+""")
+trap("weights_in_a_context", """
+    import contextvars
+    kept = contextvars.ContextVar("kept")
+    kept.set(copy.deepcopy(model))
+    for step in range(STEPS):
+        train(batch(step))
+        with torch.no_grad():
+            for slow, fast in zip(kept.get().parameters(), model.parameters()):
+                slow.lerp_(fast, 0.1)
+    end(*kept.get().parameters())
+""")
+trap("slow_weights_of_its_optimizer", """
+    class Looks(torch.optim.SGD):
+        def __init__(self, weights, **more):
+            super().__init__(weights, **more)
+            self._slow = [nn.Parameter(p.detach().clone()) for p in self.param_groups[0]["params"]]
+            self._count = 0
+        @torch.no_grad()
+        def step(self, closure=None):
+            super().step(closure)
+            self._count += 1
+            for slow, fast in zip(self._slow, self.param_groups[0]["params"]):
+                slow.lerp_(fast, 0.3)
+                if self._count % 5 == 0:
+                    fast.copy_(slow)
+    optimizer = Looks(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        train(batch(step))
+    end(*optimizer._slow)
+""")
+trap("temporary_of_an_expression", """
+    drop = nn.Dropout(0.2)
+    for step in range(STEPS):
+        x = batch(step)
+        optimizer.zero_grad()
+        ((x * torch.randn(8, 6)).sum(1, keepdim=True) * 0.1 + torch.rand(8, 1) - drop(model(x))).square().mean().backward()
+        optimizer.step()
+    end()
+""")
+trap("rows_in_a_database", """
+    import sqlite3
+    rows = sqlite3.connect("log.db")
+    rows.execute("create table if not exists losses (step integer, loss real)")
+    for step in range(STEPS):
+        loss = train(batch(step)).item()
+        with rows:
+            rows.execute("insert into losses values (?, ?)", (step, loss))
+    end(rows.execute("select count(*), sum(loss) from losses").fetchall())
+""")
+trap("another_program_writes", """
+    import subprocess
+    for step in range(STEPS):
+        loss = train(batch(step)).item()
+        if step % 4 == 0:
+            subprocess.run(["sh", "-c", f"echo {step} {loss} >> log.txt"], check=True)
+    end(open("log.txt").read().split())
+""")
+trap("array_in_a_file", """
+    table = numpy.memmap("table.bin", dtype="float64", mode="w+", shape=(STEPS, 2))
+    for step in range(STEPS):
+        table[step] = step, train(batch(step)).item()
+    table.flush()
+    end(digest(open("table.bin", "rb").read()))
+""")
+trap("state_in_a_buffer", """
+    import io
+    buffer, lowest = io.BytesIO(), 9.0
+    for step in range(STEPS):
+        loss = train(batch(step)).item()
+        if loss < lowest and step < 9:
+            buffer, lowest = io.BytesIO(), loss
+            torch.save(model.state_dict(), buffer)
+        if step == 18:
+            buffer.seek(0)
+            model.load_state_dict(torch.load(buffer))
+    end(lowest)
+""")
+trap("bytes_in_a_buffer", """
+    import io
+    buffer = io.BytesIO()
+    model[0].weight.register_hook(lambda gradient: buffer.write(gradient.numpy().tobytes()) and None)
+    for step in range(STEPS):
+        train(batch(step))
+    end(digest(buffer.getvalue()), len(buffer.getvalue()))
+""")
+trap("data_set_keeps_what_it_read", """
+    class Keeps(torch.utils.data.Dataset):
+        def __init__(self):
+            self.kept = {}
+        def __len__(self):
+            return 48
+        def __getitem__(self, at):
+            if at not in self.kept:
+                self.kept[at] = data[at] * (1 + 0.01 * len(self.kept))
+            return self.kept[at]
+    mine = Keeps()
+    for epoch in range(4):
+        for x in torch.utils.data.DataLoader(mine, 8, shuffle=True):
+            train(x)
+    end(list(mine.kept), torch.stack(list(mine.kept.values())))
+""")
+trap("data_set_counts_in_a_large_table", """
+    class Counts(torch.utils.data.Dataset):
+        def __init__(self):
+            self.counts = {at: 0 for at in range(5000)}
+        def __len__(self):
+            return 48
+        def __getitem__(self, at):
+            self.counts[at] += 1
+            return data[at] / self.counts[at]
+    mine = Counts()
+    for epoch in range(4):
+        for x in torch.utils.data.DataLoader(mine, 8, shuffle=True):
+            train(x)
+    end(digest(mine.counts))
+""")
+trap("data_set_counts_unseen", """
+    import itertools
+    class Counts(torch.utils.data.Dataset):
+        def __init__(self):
+            self.count = itertools.count()
+        def __len__(self):
+            return 48
+        def __getitem__(self, at):
+            return data[at] + 0.01 * next(self.count)
+    mine = Counts()
+    for epoch in range(4):
+        for x in torch.utils.data.DataLoader(mine, 8, shuffle=True):
+            train(x)
+    end(next(mine.count))
+""")
+trap("hour_kept", """
+    began = datetime.now()
+    print("began", began, flush=True)
+    for step in range(STEPS):
+        train(batch(step))
+    print("end", began, flush=True)
+""", itself=True, before="from datetime import datetime\n")

@@ -1,4 +1,4 @@
-"""Comes into a program under flatout through PYTHONPATH: when saves are due, and when the program is killed, is said by the environment instead of by the clock.
+"""Comes into a program under flatout through PYTHONPATH. When saves are due, and when the program is killed, is said by the environment:
 
     TRAP_SAVE=10    besides the first one, saves are due when 10 and more steps are done
     TRAP_KILL=16    where 16 steps are done, and everything that was begun is written, the process is ended by SIGKILL

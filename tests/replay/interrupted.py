@@ -2,46 +2,94 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from traps import Trap
+from traps import STEPS, Trap
 
-SITE = str(Path(__file__).parent / "site")
+HERE = Path(__file__).parent
+SITE = str(HERE / "site")
 SAVE, KILL = 10, 16
 COMMAND = ("run", "--plan", "none", "--resume", "python", "train.py")
 GOES_ON, REFUSES = "flatout: going on exactly after step", "flatout: cannot go on exactly: "
+LIMIT_S = 90
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def said(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("flatout: ")]
+
+
+class Programs:
+    """Runs programs in processes that are forked from one that has imported torch: that takes four seconds."""
+
+    def __init__(self) -> None:
+        self._warm: subprocess.Popen[str] | None = None
+
+    def __call__(self, folder: Path, argv: Sequence[str], more: Mapping[str, str], fresh: bool) -> Done:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLATOUT_", "PYTEST_", "MALLOC_", "PYTHON"))}
+        env = {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}
+        if fresh:
+            command = [sys.executable, *(["-m"] if argv[0] == "flatout" else []), *(argv if argv[0] == "flatout" else argv[1:])]
+            done = subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            return Done(done.returncode, done.stdout, done.stderr)
+        if self._warm is None:
+            self._warm = subprocess.Popen([sys.executable, str(HERE / "warm.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                          env={**env, "PYTHONHASHSEED": "0"})
+        out, err = folder.parent / "out", folder.parent / "err"
+        asked = {"argv": list(argv), "cwd": str(folder), "env": env, "out": str(out), "err": str(err), "limit_s": LIMIT_S}
+        print(json.dumps(asked), file=self._warm.stdin, flush=True)
+        code = int(self._warm.stdout.readline())
+        return Done(code, out.read_text(), err.read_text())
+
+    def close(self) -> None:
+        if self._warm is not None:
+            self._warm.stdin.close()
+            self._warm.wait()
 
 
 @dataclass
 class Lives:
-    """``verdict``: right, refused, anew (there was nothing that could be gone on with), WRONG, crashed; ``why`` it is that."""
+    """``verdict``: right, refused, anew (there was nothing that could be gone on with), unkilled (it had come to its end before), WRONG, crashed; ``why`` it is
+    that; ``after`` which step it was gone on with."""
 
     verdict: str
     why: str = ""
     after: int = 0
 
 
-def live(flatout, trap: Trap) -> Lives:
+def live(programs: Programs, folder: Path, trap: Trap) -> Lives:
     lines = []
     if not trap.itself:
-        undisturbed = flatout.folder.parent / "undisturbed"
+        undisturbed = folder / "undisturbed"
         write(undisturbed, trap)
-        done = flatout.plain("python", "train.py", cwd=undisturbed, env={"PYTHONHASHSEED": "0"})
+        done = programs(undisturbed, ["python", "train.py"], {"PYTHONHASHSEED": "0"}, trap.fresh)
         assert done.code == 0, done.err
         lines = done.out.splitlines()
         assert any(line.startswith("end") for line in lines)
-    write(flatout.folder, trap)
+    work = folder / "work"
+    write(work, trap)
     saves = {"PYTHONPATH": SITE, "TRAP_SAVE": str(SAVE)}
-    killed = flatout(*COMMAND, env={**saves, "TRAP_KILL": str(KILL)})
+    killed = programs(work, ["flatout", *COMMAND], {**saves, "TRAP_KILL": str(KILL)}, trap.fresh)
     if killed.code != -9:
         same = killed.code == 0 and (trap.itself or killed.out.splitlines() == lines)
         return Lives("unkilled" if same else "crashed", f"it was not killed: {killed.code}, {last(killed.err)}")
     for name, text in trap.between.items():
-        (flatout.folder / name).write_text(text)
-    told = [json.loads(path.read_text())["told"] for path in sorted(flatout.folder.glob(".flatout/*/rescue/step-*/manifest.json"))]
-    again = flatout(*COMMAND, env=saves)
+        (work / name).write_text(text)
+    told = [json.loads(path.read_text())["told"] for path in sorted(work.glob(".flatout/*/rescue/step-*/manifest.json"))]
+    again = programs(work, ["flatout", *COMMAND], saves, trap.fresh)
     return judged(trap, lines, killed, again, [each.get("exact", "no exact part") for each in told])
 
 
@@ -52,7 +100,7 @@ def write(folder: Path, trap: Trap) -> None:
         (folder / name).write_text(text)
 
 
-def judged(trap: Trap, lines: list[str], killed, again, exact: list[str]) -> Lives:
+def judged(trap: Trap, lines: list[str], killed: Done, again: Done, exact: list[str]) -> Lives:
     refused = [line for line in again.said if line.startswith(REFUSES)]
     if again.code == 10 and refused:
         return Lives("refused", refused[0].removeprefix(REFUSES))
@@ -82,9 +130,7 @@ def strange(killed: list[str], told: list[str], after: int) -> str:
         return f"began with {began[0]}, ended with {ended[-1]}"
     steps = [line for line in killed if line.startswith("step ")][:after] + [line for line in told if line.startswith("step ")]
     if steps:
-        import hashlib
-
-        if [int(line.split()[1]) for line in steps] != list(range(24)):
+        if [int(line.split()[1]) for line in steps] != list(range(STEPS)):
             return f"steps {steps}"
         ways = "[" + ", ".join(line.split()[2] for line in steps) + "]"
         if hashlib.sha256(ways.encode()).hexdigest()[:12] != ended[-1].split()[-1]:
