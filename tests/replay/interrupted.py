@@ -15,7 +15,7 @@ from traps import STEPS, Trap
 
 HERE = Path(__file__).parent
 SITE = str(HERE / "site")
-SAVE, KILL = 10, 16
+ONCE, TWICE = ((10, 16),), ((8, 12), (16, 20))  # of each life that is ended early: saved after this step, and killed after that
 COMMAND = ("run", "--plan", "none", "--resume", "python", "train.py")
 GOES_ON, REFUSES = "flatout: going on exactly after step", "flatout: cannot go on exactly: "
 LIMIT_S = 90
@@ -70,7 +70,7 @@ class Lives:
     after: int = 0
 
 
-def live(programs: Programs, folder: Path, trap: Trap) -> Lives:
+def live(programs: Programs, folder: Path, trap: Trap, kills: Sequence[tuple[int, int]] = ONCE) -> Lives:
     lines = []
     if not trap.itself:
         undisturbed = folder / "undisturbed"
@@ -81,8 +81,11 @@ def live(programs: Programs, folder: Path, trap: Trap) -> Lives:
         assert any(line.startswith("end") for line in lines)
     work = folder / "work"
     write(work, trap)
-    saves = {"PYTHONPATH": SITE, "TRAP_SAVE": str(SAVE)}
-    killed = programs(work, ["flatout", *COMMAND], {**saves, "TRAP_KILL": str(KILL)}, trap.fresh)
+    for save, kill in kills:
+        saves = {"PYTHONPATH": SITE, "TRAP_SAVE": str(save)}
+        killed = programs(work, ["flatout", *COMMAND], {**saves, "TRAP_KILL": str(kill)}, trap.fresh)
+        if killed.code != -9:
+            break
     if killed.code != -9:
         same = killed.code == 0 and (trap.itself or killed.out.splitlines() == lines)
         return Lives("unkilled" if same else "crashed", f"it was not killed: {killed.code}, {last(killed.err)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from interrupted import REFUSES, Programs, live
+from interrupted import REFUSES, TWICE, Programs, live
 from traps import TRAPS
 
 
@@ -27,3 +27,9 @@ def test_a_process_of_its_own_tells_the_same(programs, tmp_path, name):
     """The others are forked from one that has imported torch already."""
     found = live(programs, tmp_path, TRAPS[name].in_a_process_of_its_own)
     assert (found.verdict, found.after) == ("right", 10), found.why
+
+
+@pytest.mark.parametrize("name", ["accumulator_made_inside", "replay_buffers", "own_generators", "log_appended_each_step", "persistent_workers"])
+def test_it_is_killed_twice(programs, tmp_path, name):
+    found = live(programs, tmp_path, TRAPS[name], TWICE)
+    assert (found.verdict, found.after) == ("right", 16), found.why

@@ -972,7 +972,8 @@ trap("teacher_in_a_generator_in_a_zip", """
             with torch.no_grad():
                 for slow, fast in zip(mean.parameters(), model.parameters()):
                     slow.mul_(0.9).add_(fast, alpha=0.1)
-                yield mean(data).mean().item()
+                told = mean(data).mean().item()
+            yield told
     for step, told in zip(range(STEPS), teacher()):
         train(batch(step), noise=told)
     end(told)
