@@ -803,7 +803,7 @@ trap("cache_of_computed_tensors", """
     def basis(epoch):
         return model[0].weight.detach().sum(0)
     for step in range(STEPS):
-        train(batch(step) + 0.1 * basis(step // 16))
+        train(batch(step) + 0.1 * basis((step + 8) // 16))
     end(basis(0))
 """)
 HELPER = """
@@ -959,7 +959,7 @@ trap("mean_of_weights_in_a_cache", """
         return copy.deepcopy(model)
     mean()
     for step in range(STEPS):
-        train(batch(step) + 0.1 * mean()(batch(step)).detach())
+        train(batch(step))
         with torch.no_grad():
             for slow, fast in zip(mean().parameters(), model.parameters()):
                 slow.mul_(0.9).add_(fast, alpha=0.1)
