@@ -65,6 +65,7 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
     def left_alone(sentence: str) -> None:
         say_at_once(sentence)
         pulse.goes_on_exactly(False)
+        pulse.saved()  # the file that has shown it
         if not asked["rescue"]:
             rescue.leave()
             rescue.may_begin = lambda: False
