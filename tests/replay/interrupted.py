@@ -1,0 +1,146 @@
+"""A program's undisturbed life, and one that is interrupted: killed in its middle under ``flatout run --resume``, and typed again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from traps import STEPS, Trap
+
+HERE = Path(__file__).parent
+SITE = str(HERE / "site")
+ONCE, TWICE = ((10, 16),), ((8, 12), (16, 20))  # of each life that is ended early: saved after this step, and killed after that
+COMMAND = ("run", "--plan", "none", "--resume", "python", "train.py")
+GOES_ON, REFUSES = "flatout: going on exactly after step", "flatout: cannot go on exactly: "
+LIMIT_S = 90
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def said(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("flatout: ")]
+
+
+class Programs:
+    """Runs programs in processes that are forked from one that has imported torch: that takes four seconds."""
+
+    def __init__(self) -> None:
+        self._warm: subprocess.Popen[str] | None = None
+
+    def __call__(self, folder: Path, argv: Sequence[str], more: Mapping[str, str], fresh: bool) -> Done:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLATOUT_", "PYTEST_", "MALLOC_", "PYTHON"))}
+        env = {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}
+        if fresh:
+            command = [sys.executable, *(["-m"] if argv[0] == "flatout" else []), *(argv if argv[0] == "flatout" else argv[1:])]
+            done = subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            return Done(done.returncode, done.stdout, done.stderr)
+        if self._warm is None:
+            self._warm = subprocess.Popen([sys.executable, str(HERE / "warm.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                          env={**env, "PYTHONHASHSEED": "0"})
+        out, err = folder.parent / "out", folder.parent / "err"
+        asked = {"argv": list(argv), "cwd": str(folder), "env": env, "out": str(out), "err": str(err), "limit_s": LIMIT_S}
+        print(json.dumps(asked), file=self._warm.stdin, flush=True)
+        code = int(self._warm.stdout.readline())
+        return Done(code, out.read_text(), err.read_text())
+
+    def close(self) -> None:
+        if self._warm is not None:
+            self._warm.stdin.close()
+            self._warm.wait()
+
+
+@dataclass
+class Lives:
+    """``verdict``: right, refused, anew (there was nothing that could be gone on with), unkilled (it had come to its end before), WRONG, crashed; ``why`` it is
+    that; ``after`` which step it was gone on with."""
+
+    verdict: str
+    why: str = ""
+    after: int = 0
+
+
+def live(programs: Programs, folder: Path, trap: Trap, kills: Sequence[tuple[int, int]] = ONCE) -> Lives:
+    lines = []
+    if not trap.itself:
+        undisturbed = folder / "undisturbed"
+        write(undisturbed, trap)
+        done = programs(undisturbed, ["python", "train.py"], {"PYTHONHASHSEED": "0"}, trap.fresh)
+        assert done.code == 0, done.err
+        lines = done.out.splitlines()
+        assert any(line.startswith("end") for line in lines)
+    work = folder / "work"
+    write(work, trap)
+    for save, kill in kills:
+        saves = {"PYTHONPATH": SITE, "TRAP_SAVE": str(save)}
+        killed = programs(work, ["flatout", *COMMAND], {**saves, "TRAP_KILL": str(kill)}, trap.fresh)
+        if killed.code != -9:
+            break
+    if killed.code != -9:
+        same = killed.code == 0 and (trap.itself or killed.out.splitlines() == lines)
+        return Lives("unkilled" if same else "crashed", f"it was not killed: {killed.code}, {last(killed.err)}")
+    for name, text in trap.between.items():
+        (work / name).write_text(text)
+    told = [json.loads(path.read_text())["told"] for path in sorted(work.glob(".flatout/*/rescue/step-*/manifest.json"))]
+    again = programs(work, ["flatout", *COMMAND], saves, trap.fresh)
+    return judged(trap, lines, killed, again, [each.get("exact", "no exact part") for each in told])
+
+
+def write(folder: Path, trap: Trap) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(trap.source)
+    for name, text in trap.files.items():
+        (folder / name).write_text(text)
+
+
+def judged(trap: Trap, lines: list[str], killed: Done, again: Done, exact: list[str]) -> Lives:
+    refused = [line for line in again.said if line.startswith(REFUSES)]
+    if again.code == 10 and refused:
+        return Lives("refused", refused[0].removeprefix(REFUSES))
+    if again.code:
+        return Lives("crashed", f"{again.code}: {last(again.err)}")
+    after = [int(line.removeprefix(GOES_ON)) for line in again.said if line.startswith(GOES_ON)]
+    told = again.out.splitlines()
+    if trap.itself:
+        why = strange(killed.out.splitlines(), told, after[0] if after else 0)
+    else:
+        why = "" if told and told == lines[-len(told):] else f"{told[-1:]} instead of {lines[-1:]}"
+    if why:
+        return Lives("WRONG", why, after[0] if after else 0)
+    return Lives("right", "", after[0]) if after else Lives("anew", "; ".join(exact))
+
+
+def strange(killed: list[str], told: list[str], after: int) -> str:
+    """What the two lives say of themselves, where that does not fit together: what the first said at its beginning must be what the second says at its end, and
+    the ways that it went must be the first ones of those that have led to the end."""
+    if after == 0:
+        killed = []
+    began = [line.removeprefix("began ") for line in (*killed, *told) if line.startswith("began ")]
+    ended = [line.removeprefix("end ") for line in told if line.startswith("end ")]
+    if not ended or "False" in ended[-1]:
+        return f"{told[-1:]}"
+    if began and began[0] != ended[-1]:
+        return f"began with {began[0]}, ended with {ended[-1]}"
+    steps = [line for line in killed if line.startswith("step ")][:after] + [line for line in told if line.startswith("step ")]
+    if steps:
+        if [int(line.split()[1]) for line in steps] != list(range(STEPS)):
+            return f"steps {steps}"
+        ways = "[" + ", ".join(line.split()[2] for line in steps) + "]"
+        if hashlib.sha256(ways.encode()).hexdigest()[:12] != ended[-1].split()[-1]:
+            return f"the ways that it printed are not those that it knows: {ways}"
+    return ""
+
+
+def last(text: str) -> str:
+    found = [line for line in text.splitlines() if line.strip()]
+    return " | ".join(found[-6:])[:700]

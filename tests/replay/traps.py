@@ -1,0 +1,1118 @@
+"""Small training programs, each with one thing that a program which goes on exactly could miss: `TRAPS`, by name.
+
+Each prints what it has become at its end: lines that begin with ``end``. Those must be the same after a kill. What an undisturbed run would not print twice
+(clocks, process numbers) the program compares with its own record, and prints whether it is consistent.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass, field, replace
+
+HEAD = '''\
+import copy, hashlib, json, os, pickle, random, shutil, sys, time
+from collections import deque
+import numpy
+import torch
+from torch import nn
+from torch.nn import functional
+
+random.seed(3)
+numpy.random.seed(3)
+torch.manual_seed(3)
+STEPS = 24
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+data = torch.randn(48, 6)
+
+
+def batch(step):
+    return data[step * 8 % 48:][:8]
+
+
+def train(x, noise=0.0):
+    optimizer.zero_grad()
+    loss = (model(x) - x.sum(1, keepdim=True) - noise).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def digest(*things):
+    whole = hashlib.sha256()
+    for thing in things:
+        whole.update(thing.detach().contiguous().numpy().tobytes() if isinstance(thing, torch.Tensor) else repr(thing).encode())
+    return whole.hexdigest()[:12]
+
+
+def end(*things):
+    print("end", digest(*model.state_dict().values()), *(digest(thing) if isinstance(thing, torch.Tensor) else thing for thing in things), flush=True)
+
+
+'''
+
+
+@dataclass(frozen=True)
+class Trap:
+    """``files``: beside the program. ``between``: files that are written anew while it is dead. ``itself``: an undisturbed run prints other lines; what it
+    prints of itself must be consistent."""
+
+    body: str
+    files: dict[str, str] = field(default_factory=dict)
+    between: dict[str, str] = field(default_factory=dict)
+    itself: bool = False
+    before: str = ""  # lines before torch is imported
+    fresh: bool = False  # wants a process of its own
+
+    @property
+    def source(self) -> str:
+        return self.before + HEAD + textwrap.dedent(self.body)
+
+    @property
+    def in_a_process_of_its_own(self) -> Trap:
+        return replace(self, fresh=True)
+
+
+STEPS = 24  # of each
+TRAPS: dict[str, Trap] = {}
+
+
+def trap(name: str, body: str, **more) -> None:
+    TRAPS[name] = Trap(body, **more)
+
+
+# -- what is computed on the device and read late -----------------------------------------------------------------------------
+
+trap("accumulator_made_before", """
+    total, seen = torch.zeros(()), torch.zeros(6)
+    for step in range(STEPS):
+        total += train(batch(step)).detach()
+        seen += model[0].weight.detach().sum(0)
+    end(total, seen)
+""")
+trap("accumulator_made_inside", """
+    total = None
+    for step in range(STEPS):
+        loss = train(batch(step)).detach()
+        total = loss if total is None else total + loss
+    end(total)
+""")
+trap("list_of_losses", """
+    losses, graph = [], []
+    for step in range(STEPS):
+        loss = train(batch(step))
+        losses.append(loss.detach())
+        graph.append(loss)
+    end(torch.stack(losses), torch.stack(graph), sum(losses))
+""")
+trap("row_of_a_tensor", """
+    table, view = torch.zeros(STEPS, 8), torch.zeros(STEPS)
+    for step in range(STEPS):
+        x = batch(step)
+        loss = train(x)
+        table[step] = model(x).detach()[:, 0]
+        view[step:step + 1].copy_(loss.detach())
+    end(table, view)
+""")
+trap("large_table_through_data", """
+    table = torch.zeros(40_000)
+    for step in range(STEPS):
+        loss = train(batch(step))
+        if step > 5:
+            table.data[step * 39 + 1] = loss.detach()
+    end(table)
+""")
+trap("sum_kept_by_forward", """
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.seen, self.calls = nn.Linear(6, 1), torch.zeros(()), 0
+        def forward(self, x):
+            self.calls += 1
+            self.seen = self.seen + x.mean()
+            out = self.inner(x)
+            self.largest = out.detach().max() if self.calls == 1 else torch.maximum(self.largest, out.detach().max())
+            return out * (0.5 if self.calls % 3 == 0 else 1.0)
+    model = Keeps()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        train(batch(step))
+    end(model.seen, model.largest, model.calls)
+""")
+trap("hidden_state_detached", """
+    model = nn.GRUCell(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = torch.zeros(8, 1)
+    for step in range(STEPS):
+        state = model(batch(step), state.detach())
+        optimizer.zero_grad()
+        (state - 0.3).square().mean().backward()
+        optimizer.step()
+    end(state)
+""")
+trap("hidden_state_with_its_graph", """
+    drift = nn.Parameter(torch.zeros(1))
+    optimizer.add_param_group({"params": [drift]})
+    state = torch.zeros(1)
+    for step in range(STEPS):
+        state = state * 0.5 + drift
+        optimizer.zero_grad()
+        (model(batch(step)) + state - 1).square().mean().backward(retain_graph=True)
+        optimizer.step()
+    end(state, drift)
+""")
+trap("gradients_kept_between_steps", """
+    for step in range(3 * STEPS):
+        x = batch(step)
+        (model(x) - x.sum(1, keepdim=True)).square().mean().div(3).backward()
+        if step % 3 == 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    end()
+""")
+trap("replay_buffers", """
+    rows, last, by_step = [], deque(maxlen=5), {}
+    for step in range(STEPS):
+        x = batch(step)
+        if rows and random.random() < 0.5:
+            x = x + 0.1 * random.choice(rows) + 0.1 * random.sample(list(last), 1)[0] + 0.1 * by_step[random.choice(sorted(by_step))]
+        train(x)
+        out = model[0](x).detach()[:, :6]
+        rows.append(out)
+        last.append(out * 2)
+        by_step[f"at {step}"] = out * 3
+    end(torch.stack(rows), torch.stack(tuple(last)))
+""")
+trap("queue_of_tensors", """
+    import queue
+    waiting = queue.Queue()
+    for step in range(STEPS):
+        x = batch(step)
+        train(x + (waiting.get() if waiting.qsize() > 3 else 0))
+        waiting.put(model[0](x).detach()[:, :6] * 0.1)
+    end(torch.stack([waiting.get() for _ in range(waiting.qsize())]))
+""")
+trap("loader_in_a_cycle", """
+    import itertools
+    loader = torch.utils.data.DataLoader(data, 8, shuffle=True)
+    for step, x in zip(range(STEPS), itertools.cycle(loader)):
+        train(x)
+    end()
+""")
+
+# -- random numbers -------------------------------------------------------------------------------------------------------------
+
+DRAWS = """
+    class Draws(torch.utils.data.Dataset):
+        def __len__(self):
+            return 48
+        def __getitem__(self, at):
+            return data[at] + {inside}
+    scale = []
+    for epoch in range(4):
+        for x in torch.utils.data.DataLoader(Draws(), 8, shuffle=True):
+            {loop}
+    end(scale)
+"""
+trap("random_in_turns_with_the_data_set", DRAWS.format(inside="random.random()", loop="scale.append(random.random()); train(x * scale[-1])"))
+trap("random_in_turns_not_kept", DRAWS.format(inside="random.random()", loop="train(x * random.random())"))
+trap("numpy_in_turns_with_the_data_set", DRAWS.format(inside="numpy.random.rand()", loop="scale.append(numpy.random.rand()); train(x * scale[-1])"))
+trap("data_set_draws_alone", DRAWS.format(inside="random.random() + numpy.random.rand()", loop="train(x)"))
+trap("one_generator_for_both", "    own = random.Random(5)\n" + DRAWS.format(inside="own.random()", loop="train(x * own.random())"))
+trap("torch_draws_in_the_data_set", DRAWS.format(inside="torch.rand(()).item()", loop="scale.append(torch.rand(()).item()); train(x * scale[-1])"))
+trap("own_generators", """
+    of_numpy, of_torch, of_python = numpy.random.default_rng(1), torch.Generator().manual_seed(2), random.Random(3)
+    steered = []
+    for step in range(STEPS):
+        x = batch(step) + torch.randn(8, 6, generator=of_torch) * of_numpy.standard_normal()
+        if of_python.random() < 0.5:
+            steered.append(int(torch.randint(9, (1,), generator=of_torch)) + int(of_numpy.integers(5)))
+        train(x)
+    end(steered, of_python.random(), of_numpy.random())
+""")
+trap("nothing_is_seeded", """
+    torch.seed()
+    own, of_numpy = random.Random(), numpy.random.default_rng()
+    data = torch.randn(48, 6)
+    began = digest(data)
+    print("began", began, flush=True)
+    for step in range(STEPS):
+        train(data[step * 8 % 48:][:8] + own.random() + of_numpy.random())
+    print("end", digest(data), flush=True)
+""", itself=True)
+trap("drawn_before_torch", """
+    print("began", chosen, flush=True)
+    for step in range(STEPS):
+        train(batch(step) * chosen)
+    print("end", chosen, flush=True)
+""", before="import random\nchosen = random.random()\n", itself=True)
+
+# -- clocks, processes, files ---------------------------------------------------------------------------------------------------
+
+STEERED = """
+    ways, start = [], {start}
+    for step in range(STEPS):
+        time.sleep(0.004)
+        {steer}
+        train(batch(step), noise=0.3 if ways[-1] else 0.0)
+        print("step", step, ways[-1], flush=True)
+    reached = [value.clone() for value in model.state_dict().values()]
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step, way in enumerate(ways):
+        train(batch(step), noise=0.3 if way else 0.0)
+    print("end consistent", digest(*reached) == digest(*model.state_dict().values()), digest(ways), flush=True)
+"""
+trap("clock_steers", STEERED.format(start="time.time()", steer="ways.append(time.time() - start > 0.02); start = time.time() if ways[-1] else start"),
+     itself=True)
+trap("clock_by_its_own_name", STEERED.format(start="now()", steer="ways.append(now() - start > 0.02); start = now() if ways[-1] else start"), itself=True,
+     before="from time import perf_counter as now\n")
+trap("clock_by_its_own_name_not_kept", STEERED.format(start="0", steer="ways.append(1 if int(now() * 1000) % 3 else 0)"), itself=True,
+     before="from time import perf_counter as now\n")
+trap("datetime_steers", STEERED.format(start="datetime.now()", steer="ways.append(datetime.now() - start > timedelta(seconds=0.02)); "
+                                       "start = datetime.now() if ways[-1] else start"), itself=True, before="from datetime import datetime, timedelta\n")
+trap("urandom_steers", STEERED.format(start="0", steer="ways.append(os.urandom(1)[0] & 1)"), itself=True)
+trap("folder_named_by_the_hour", """
+    from datetime import datetime
+    folder = datetime.now().strftime("run-%H%M%S-%f")
+    os.makedirs(folder)
+    for step in range(STEPS):
+        loss = train(batch(step))
+        with open(f"{folder}/log.txt", "a") as file:
+            file.write(f"{step} {loss.item()}\\n")
+    print("end", len(open(f"{folder}/log.txt").read().splitlines()), len([name for name in os.listdir(".") if name.startswith("run-")]), flush=True)
+""")
+trap("uuid_kept", """
+    import uuid
+    name = uuid.uuid4()
+    print("began", name, flush=True)
+    for step in range(STEPS):
+        train(batch(step))
+    print("end", name, flush=True)
+""", itself=True)
+trap("process_number_kept", """
+    number = os.getpid()
+    print("began", number, flush=True)
+    for step in range(STEPS):
+        train(batch(step))
+    print("end", number, flush=True)
+""", itself=True)
+trap("file_changes_meanwhile", """
+    factors = []
+    for step in range(STEPS):
+        factors.append(float(open("factor.txt").read()))
+        train(batch(step) * factors[-1])
+        print("step", step, factors[-1], flush=True)
+    print("end consistent", True, digest(factors), flush=True)
+""", files={"factor.txt": "1.0"}, between={"factor.txt": "0.5"}, itself=True)
+trap("file_written_and_read_back", """
+    open("count.json", "w").write("[0, 0.0]")
+    for step in range(STEPS):
+        count, last = json.load(open("count.json"))
+        loss = train(batch(step), noise=0.1 * count + last)
+        with open("count.json", "w") as file:
+            json.dump([count + 1, loss.item()], file)
+    end(open("count.json").read())
+""")
+trap("tensor_written_and_read_back", """
+    torch.save(torch.zeros(6), "mean.pt")
+    for step in range(STEPS):
+        mean = torch.load("mean.pt")
+        x = batch(step)
+        train(x - mean)
+        torch.save(mean * 0.9 + model[0].weight.detach().mean(0), "mean.pt")
+    end(torch.load("mean.pt"))
+""")
+trap("best_is_loaded_back_from_its_file", """
+    best = float("inf")
+    for step in range(STEPS):
+        loss = train(batch(step)).item()
+        if loss < best or step == 14:
+            best = loss
+            torch.save(model.state_dict(), "best.pt")
+        if step in (7, 12, 20):
+            model.load_state_dict(torch.load("best.pt"))
+            optimizer.param_groups[0]["lr"] *= 0.5
+    end(best)
+""")
+BEST = """
+    best = float("inf")
+    for step in range(STEPS):
+        loss = train(batch(step)).item() if step != 6 else -1.0 + 0 * train(batch(step)).item()
+        if loss < best:
+            best = loss
+            {save}
+        {also}
+    end(*torch.load("best.pt", weights_only=False).values(), step)
+"""
+trap("best_file", BEST.format(save="torch.save(model.state_dict(), 'best.pt')", also=""))
+trap("best_file_moved_into_place", BEST.format(save="torch.save(model.state_dict(), 'new.pt'); os.replace('new.pt', 'best.pt')", also=""))
+trap("best_file_is_a_copy", BEST.format(save="", also="torch.save(model.state_dict(), 'last.pt'); loss == best and shutil.copyfile('last.pt', 'best.pt')"))
+trap("best_file_pickled", BEST.format(save="pickle.dump(model.state_dict(), open('best.pickle', 'wb'))", also="").replace(
+    'torch.load("best.pt", weights_only=False)', 'pickle.load(open("best.pickle", "rb"))'))
+trap("best_file_of_numpy", BEST.format(save="numpy.savez('best.npz', **{k: v.numpy() for k, v in model.state_dict().items()})", also="").replace(
+    '*torch.load("best.pt", weights_only=False).values()', '*map(torch.from_numpy, numpy.load("best.npz").values())'))
+trap("last_three_files", """
+    for step in range(STEPS):
+        train(batch(step))
+        torch.save(model.state_dict(), f"step{step}.pt")
+        if step >= 3:
+            os.remove(f"step{step - 3}.pt")
+    end(sorted(name for name in os.listdir(".") if name.startswith("step")))
+""")
+trap("goes_on_by_itself", """
+    first = 0
+    if os.path.exists("own.pt"):
+        kept = torch.load("own.pt")
+        first = kept["step"]
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+    for step in range(first, STEPS):
+        train(batch(step))
+        if step % 5 == 4:
+            torch.save({"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, "own.pt")
+    end()
+""")
+LOG = """
+    {begin}
+    for step in range(STEPS):
+        loss = train(batch(step)).item()
+        {write}
+    {close}
+    end(digest(open("log.txt").read()), len(open("log.txt").read().splitlines()))
+"""
+trap("log_opened_anew", LOG.format(begin="log = open('log.txt', 'w')", write="log.write(f'{step} {loss}\\n')", close="log.close()"))
+trap("log_opened_to_append", LOG.format(begin="log = open('log.txt', 'a')", write="log.write(f'{step} {loss}\\n')", close="log.close()"))
+trap("log_appended_each_step", LOG.format(begin="pass", write="print(step, loss, file=open('log.txt', 'a'))", close="pass"))
+trap("log_of_logging", LOG.format(begin="import logging; logging.basicConfig(filename='log.txt', level='INFO', format='%(message)s')",
+                                  write="logging.info('%s %s', step, loss)", close="pass"))
+trap("folder_must_be_new", """
+    os.mkdir("out")
+    for step in range(STEPS):
+        train(batch(step))
+    end()
+""")
+
+# -- what steers ----------------------------------------------------------------------------------------------------------------
+
+trap("early_stopping", """
+    best, patience = float("inf"), 0
+    for step in range(200):
+        loss = train(batch(step), noise=0.02 * step).item()
+        best, patience = (loss, 0) if loss < best else (best, patience + 1)
+        if patience > 12:
+            break
+    end(step, best, patience)
+""")
+trap("rate_by_metric", """
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.7)
+    last = 9.0
+    for step in range(STEPS):
+        loss = train(batch(step))
+        plateau.step(loss)
+        if loss > last:
+            optimizer.param_groups[0]["lr"] *= 0.9
+        last = loss.item()
+    end(optimizer.param_groups[0]["lr"], last)
+""")
+trap("values_steer", """
+    ways = []
+    for step in range(STEPS):
+        x = batch(step)
+        loss = train(x)
+        out = model(x).detach()[:, 0]
+        ways.append((torch.equal(out, out.abs()), torch.allclose(out, out.mean(), atol=1.0), len(out.nonzero()), out[out > 0].shape[0],
+                     out.round().unique().numel(), bool(torch.isnan(loss).any()), f"{loss:.3f}", round(float(loss), 2), int(out.argmax())))
+        if ways[-1][3] > 3:
+            train(x[out > 0])
+        for _ in range(out.argmax()):
+            x = x * 0.9
+        train(x)
+    end(digest(ways))
+""")
+trap("where_gives_places", """
+    found = 0
+    for step in range(STEPS):
+        x = batch(step)
+        train(x)
+        places = torch.where(model(x)[:, 0] > 0)[0]
+        found += len(places)
+    end(found)
+""")
+trap("one_hot_of_what_was_computed", """
+    widths = []
+    for step in range(STEPS):
+        x = batch(step)
+        train(x)
+        widths.append(functional.one_hot(model[0](x).argmax(1)).shape[1])
+    end(widths)
+""")
+trap("a_value_in_a_tensor", """
+    found = 0
+    for step in range(STEPS):
+        x = batch(step)
+        train(x)
+        found += 2 in model[0](x).argmax(1)
+    end(found)
+""")
+trap("large_list", """
+    total = 0.0
+    wide = torch.linspace(-1, 1, 20_000)
+    for step in range(STEPS):
+        loss = train(batch(step))
+        total += sum((wide * loss.detach()).tolist())
+    end(total)
+""")
+trap("large_order_by_hand", """
+    model.append(nn.Dropout(0.1))
+    many = torch.randn(20_000, 6)
+    for epoch in range(3):
+        order = torch.randperm(20_000).tolist()
+        for at in range(0, 64, 8):
+            train(many[order[at:at + 8]])
+    end()
+""")
+trap("exception_caught", """
+    failed = 0
+    for step in range(STEPS):
+        x = batch(step)
+        loss = train(x)
+        try:
+            model(x)[:2].item()
+        except (RuntimeError, ValueError) as error:
+            failed += 1 + len(str(error))
+    end(failed)
+""")
+
+# -- hooks, functions, optimizers -----------------------------------------------------------------------------------------------
+
+trap("forward_hook_collects", """
+    means, kept = [], []
+    model[0].register_forward_hook(lambda module, args, out: (means.append(out.mean().item()), kept.append(out.detach())) and None)
+    for step in range(STEPS):
+        train(batch(step))
+    end(means, torch.stack(kept))
+""")
+trap("gradient_hook_collects", """
+    norms = []
+    model[0].weight.register_hook(lambda gradient: norms.append(gradient.norm().item()))
+    for step in range(STEPS):
+        train(batch(step))
+    end(norms)
+""")
+trap("gradient_hook_counts_unseen", """
+    import itertools
+    count = itertools.count()
+    model[0].weight.register_hook(lambda gradient: gradient * 0.9 ** next(count))
+    for step in range(STEPS):
+        train(batch(step))
+    end(next(count))
+""")
+trap("gradient_hook_collects_into_an_array", """
+    import array
+    norms = array.array("d")
+    model[0].weight.register_hook(lambda gradient: norms.append(gradient.norm().item()))
+    for step in range(STEPS):
+        train(batch(step))
+    end(list(norms))
+""")
+trap("backward_hook_of_a_module", """
+    norms = []
+    model[0].register_full_backward_hook(lambda module, given, got: norms.append(got[0].norm()))
+    for step in range(STEPS):
+        train(batch(step))
+    end(torch.stack(norms))
+""")
+trap("gradient_hook_clamps", """
+    for weight in model.parameters():
+        weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    for step in range(STEPS):
+        train(batch(step))
+    end()
+""")
+trap("optimizer_in_the_backward_pass", """
+    del optimizer
+    optimizers = {weight: torch.optim.SGD([weight], lr=0.05, momentum=0.9) for weight in model.parameters()}
+    def update(weight):
+        optimizers[weight].step()
+        optimizers[weight].zero_grad()
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(update)
+    for step in range(STEPS):
+        x = batch(step)
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    end()
+""")
+trap("hook_after_the_optimizer", """
+    counted = []
+    optimizer.register_step_post_hook(lambda *args: counted.append(len(counted)))
+    for step in range(STEPS):
+        train(batch(step))
+    end(counted)
+""")
+OWN_FUNCTION = """
+    class Doubles(torch.autograd.Function):
+        calls = back = 0
+        @staticmethod
+        def forward(ctx, x):
+            Doubles.calls += 1
+            ctx.save_for_backward(x)
+            return x * 2
+        @staticmethod
+        def backward(ctx, gradient):
+            {counts}
+            return gradient * 2 * (1 + 0.1 * ctx.saved_tensors[0].sign())
+    for step in range(STEPS):
+        x = batch(step)
+        optimizer.zero_grad()
+        loss = (Doubles.apply(model(x)) - 1).square().mean()
+        loss.backward()
+        norm = sum(p.grad.norm() for p in model.parameters() if p.grad is not None)
+        if norm > 1:
+            for p in model.parameters():
+                p.grad.div_(norm)
+        optimizer.step()
+    end(Doubles.calls, Doubles.back, norm)
+"""
+trap("own_function", OWN_FUNCTION.format(counts="pass"))
+trap("own_function_counts_in_backward", OWN_FUNCTION.format(counts="Doubles.back += 1"))
+trap("own_optimizer", """
+    class Own(torch.optim.Optimizer):
+        def __init__(self, weights):
+            super().__init__(weights, {"lr": 0.05})
+            self.count, self.mean = 0, torch.zeros(())
+        @torch.no_grad()
+        def step(self):
+            self.count += 1
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    if not state:
+                        state["mean"], state["steps"] = torch.zeros_like(p), 0
+                    state["steps"] += 1
+                    state["mean"].mul_(0.9).add_(p.grad)
+                    self.mean += p.grad.mean()
+                    p.add_(state["mean"], alpha=-group["lr"] / state["steps"] ** (0.5 if self.count % 2 else 0.3))
+    optimizer = Own(model.parameters())
+    for step in range(STEPS):
+        train(batch(step))
+    end(optimizer.mean, optimizer.count, [state["steps"] for state in optimizer.state.values()])
+""")
+trap("two_optimizers", """
+    other = nn.Linear(8, 1)
+    second = torch.optim.Adam(other.parameters(), lr=0.01)
+    for step in range(STEPS):
+        x = batch(step)
+        loss = train(x)
+        second.zero_grad()
+        (other(model[0](x).detach()) - loss.detach()).square().mean().backward()
+        second.step()
+    end(*other.parameters())
+""")
+trap("optimizer_made_anew", """
+    for epoch in range(6):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05 / (epoch + 1))
+        for step in range(4):
+            train(batch(step))
+    end()
+""")
+trap("optimizer_with_a_closure", """
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    calls = 0
+    for step in range(STEPS):
+        def closure():
+            global calls
+            calls += 1
+            optimizer.zero_grad()
+            loss = (model(batch(step)) - 1).square().mean()
+            loss.backward()
+            return loss
+        optimizer.step(closure)
+    end(calls)
+""")
+SCALED = """
+    scaler = torch.amp.GradScaler("cpu", enabled={enabled}, growth_interval=5, init_scale=2.0 ** 10)
+    for step in range(STEPS):
+        x = batch(step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
+        scaler.scale(loss * (float("inf") if step in (3, 13) and {enabled} else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    end(scaler.get_scale())
+"""
+trap("scaler_that_is_off", SCALED.format(enabled=False))
+trap("scaler", SCALED.format(enabled=True))
+trap("sparse_gradients", """
+    model = nn.Embedding(20, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        loss = (model(torch.arange(step % 7, step % 7 + 4)) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    end()
+""")
+
+# -- models ---------------------------------------------------------------------------------------------------------------------
+
+trap("mean_of_weights", """
+    mean = copy.deepcopy(model)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    for step in range(STEPS):
+        train(batch(step))
+        with torch.no_grad():
+            for slow, fast in zip(mean.parameters(), model.parameters()):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+        averaged.update_parameters(model)
+    end(*mean.parameters(), *averaged.parameters())
+""")
+trap("weights_kept_and_loaded_back", """
+    best, lowest = copy.deepcopy(model.state_dict()), 9.0
+    cloned = {}
+    for step in range(STEPS):
+        loss = train(batch(step)).item()
+        if loss < lowest:
+            best, lowest = copy.deepcopy(model.state_dict()), loss
+            cloned = {name: value.clone() for name, value in model.state_dict().items()}
+        elif step % 4 == 3:
+            model.load_state_dict(best if step % 8 == 3 else cloned)
+    end(lowest, *best.values())
+""")
+trap("tied_and_frozen_and_added", """
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enter, self.leave, self.fixed, self.more = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), None
+            self.leave.weight = self.enter.weight
+            self.fixed.requires_grad_(False)
+            self.norm = nn.BatchNorm1d(6)
+        def forward(self, x):
+            x = self.norm(self.fixed(self.leave(torch.tanh(self.enter(x)))))
+            return x if self.more is None else self.more(x)
+    model = Tied()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for epoch in range(4):
+        if epoch == 1:
+            model.more = nn.Linear(6, 6)
+            optimizer.add_param_group({"params": model.more.parameters(), "lr": 0.1})
+        if epoch == 2:
+            model.fixed.requires_grad_(True)
+        for step in range(6):
+            train(batch(step))
+    end(len(optimizer.param_groups))
+""")
+trap("weights_known_by_number", """
+    first = set(map(id, model[0].parameters()))
+    optimizer = torch.optim.SGD([{"params": [p for p in model.parameters() if id(p) in first], "lr": 0.1},
+                                 {"params": [p for p in model.parameters() if id(p) not in first]}], lr=0.01)
+    for step in range(STEPS):
+        train(batch(step))
+    end()
+""", fresh=True)
+trap("tensors_as_keys", """
+    counts, sums = {}, {}
+    for step in range(STEPS):
+        train(batch(step))
+        for p in model.parameters():
+            counts[p] = counts.get(p, 0) + 1
+            sums[id(p)] = sums.get(id(p), 0) + p.detach().sum()
+    end(list(counts.values()), torch.stack(list(sums.values())))
+""", fresh=True)
+trap("weak_references", """
+    import weakref
+    total = torch.zeros(6)
+    weak, by_weight = weakref.ref(total), weakref.WeakKeyDictionary()
+    class Key: pass
+    key = Key()
+    for step in range(STEPS):
+        train(batch(step))
+        weak().add_(model[0].weight.detach().sum(0))
+        by_weight[key] = model[0].weight.detach().sum() + by_weight.get(key, 0)
+    end(total, by_weight[key])
+""")
+trap("numpy_shares_memory", """
+    table = torch.zeros(STEPS)
+    as_numpy = table.numpy()
+    other = numpy.zeros(STEPS, dtype=numpy.float32)
+    as_tensor = torch.from_numpy(other)
+    for step in range(STEPS):
+        loss = train(batch(step) + table.mean() + as_tensor.mean())
+        as_numpy[step] = loss.item()
+        other[step] = loss.detach().numpy() * 2
+    end(table, as_tensor, float(as_numpy.sum()), float(other.sum()))
+""")
+trap("numpy_looks_at_what_is_trained", """
+    total = torch.zeros(6)
+    seen = total.numpy()
+    for step in range(STEPS):
+        train(batch(step))
+        total += model[0].weight.detach().sum(0)
+    end(total, float(seen.sum()))
+""")
+
+# -- Python ---------------------------------------------------------------------------------------------------------------------
+
+trap("generator_of_batches", """
+    def batches():
+        seen = torch.zeros(6)
+        for step in range(STEPS):
+            x = batch(step)
+            seen = seen + (yield x - 0.01 * seen).detach()[0]
+        yield seen
+    coming = batches()
+    x = next(coming)
+    for step in range(STEPS):
+        train(x)
+        x = coming.send(model[0](x)[:, :6])
+    end(x)
+""")
+trap("thread_touches_tensors", """
+    import threading
+    means, total = [], torch.zeros(())
+    for step in range(STEPS):
+        x = batch(step)
+        loss = train(x).detach()
+        def beside():
+            means.append(loss.item())
+            total.add_(loss)
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+    end(total, means)
+""")
+trap("cache_of_values", """
+    from functools import lru_cache
+    calls = []
+    @lru_cache(maxsize=4)
+    def table(value):
+        calls.append(value)
+        return torch.full((6,), value)
+    for step in range(STEPS):
+        loss = train(batch(step) + table(round(step % 5 / 10, 1)))
+        table(round(loss.item(), 1))
+    end(calls)
+""")
+trap("cache_of_computed_tensors", """
+    from functools import lru_cache
+    @lru_cache(maxsize=None)
+    def basis(epoch):
+        return model[0].weight.detach().sum(0)
+    for step in range(STEPS):
+        train(batch(step) + 0.1 * basis((step + 8) // 16))
+    end(basis(0))
+""")
+HELPER = """
+COUNT, LAST, TOTAL = 0, None, 0.0
+
+
+def note(loss):
+    global COUNT, LAST, TOTAL
+    COUNT, LAST, TOTAL = COUNT + 1, loss, TOTAL + loss
+"""
+trap("places_for_values", """
+    class Counts:
+        made = 0
+        def __init__(self):
+            Counts.made += 1
+    def counter():
+        count, total = 0, 0
+        def more(loss):
+            nonlocal count, total
+            count, total = count + 1, total + loss
+            return count
+        return more
+    import helper
+    more = counter()
+    for step in range(STEPS):
+        loss = train(batch(step) * (0.9 if helper.COUNT % 3 == 1 else 1.0)).detach()
+        Counts(), more(loss), helper.note(loss)
+    end(Counts.made, more(0), more.__closure__[1].cell_contents, helper.COUNT, helper.LAST, helper.TOTAL)
+""", files={"helper.py": HELPER})
+trap("sets_of_strings", """
+    names = {f"name {number}" for number in range(12)}
+    order = []
+    for step in range(STEPS):
+        for name in set(list(names)[:3 + step % 5]):
+            order.append(name)
+        train(batch(step) * len(order[-1]) / 8)
+    end(digest(order))
+""")
+
+# -- data -----------------------------------------------------------------------------------------------------------------------
+
+COUNTS = """
+    class Counts(torch.utils.data.{kind}):
+        def __init__(self):
+            self.calls = 0
+        def __len__(self):
+            return 48
+        {gives}
+    {also}
+    loader = torch.utils.data.DataLoader({set}, 8{more})
+    for epoch in range(4):
+        for x in loader:
+            train({x})
+    end({shows})
+"""
+BY_INDEX = """def __getitem__(self, at):
+            self.calls += 1
+            return {value}"""
+trap("data_set_counts", COUNTS.format(kind="Dataset", gives=BY_INDEX.format(value="data[at] + 0.01 * self.calls"), also="mine = Counts()", set="mine",
+                                      more=", shuffle=True", x="x", shows="mine.calls"))
+trap("persistent_workers", COUNTS.format(kind="Dataset", gives=BY_INDEX.format(value="data[at] + 0.01 * self.calls + random.random()"), also="", set="Counts()",
+                                         more=", shuffle=True, num_workers=2, persistent_workers=True", x="x", shows=""))
+trap("workers", COUNTS.format(kind="Dataset", gives=BY_INDEX.format(value="data[at] + 0.01 * self.calls + torch.rand(())"), also="", set="Counts()",
+                              more=", shuffle=True, num_workers=2, drop_last=True", x="x", shows=""))
+ITERATES = """def __iter__(self):
+            for at in range(0, 48{by}):
+                self.calls += 1
+                yield data[at] + 0.01 * self.calls + random.random()"""
+trap("iterable_data_set", COUNTS.format(kind="IterableDataset", gives=ITERATES.format(by=""), also="mine = Counts()", set="mine", more="", x="x",
+                                        shows="mine.calls"))
+trap("iterable_data_set_with_workers", COUNTS.format(kind="IterableDataset", gives=ITERATES.format(by=", 2"), also="", set="Counts()",
+                                                     more=", num_workers=2", x="x", shows=""))
+trap("weighted_sampler", COUNTS.format(kind="Dataset", gives=BY_INDEX.format(value="data[at]"), also="", set="data", x="x", shows="",
+                                       more=", sampler=torch.utils.data.WeightedRandomSampler(torch.arange(1.0, 49), 48)"))
+trap("weighted_sampler_of_many", """
+    many = torch.randn(20_000, 6)
+    model.append(nn.Dropout(0.1))
+    sampler = torch.utils.data.WeightedRandomSampler(torch.rand(20_000), 20_000)
+    for epoch in range(3):
+        for step, x in enumerate(torch.utils.data.DataLoader(many, 8, sampler=sampler)):
+            train(x)
+            if step == 7:
+                break
+    end()
+""")
+trap("sampler_that_draws_as_it_goes", """
+    class Own(torch.utils.data.Sampler):
+        def __init__(self):
+            self.given = []
+        def __iter__(self):
+            for _ in range(48):
+                self.given.append(random.randrange(48))
+                yield self.given[-1]
+        def __len__(self):
+            return 48
+    sampler = Own()
+    for epoch in range(4):
+        for x in torch.utils.data.DataLoader(data, 8, sampler=sampler, num_workers=0):
+            train(x * random.random())
+    end(digest(sampler.given))
+""")
+trap("batches_with_strings", """
+    class Named(torch.utils.data.Dataset):
+        def __len__(self):
+            return 48
+        def __getitem__(self, at):
+            return {"name": f"sample {at}", "x": data[at] + random.random(), "at": at}
+    names = []
+    for epoch in range(4):
+        for found in torch.utils.data.DataLoader(Named(), 8, shuffle=True):
+            train(found["x"])
+            names.append(found["name"][0])
+    end(names, found["at"])
+""")
+trap("looks_at_the_rest_in_between", """
+    held = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data[:16], data[:16].sum(1)), 4)
+    right, model = [], nn.Sequential(model, nn.Dropout(0.2))
+    for epoch in range(4):
+        model.train()
+        for x in torch.utils.data.DataLoader(data, 8, shuffle=True):
+            train(x)
+        model.eval()
+        with torch.no_grad():
+            right.append(sum(((model(x)[:, 0] > 0) == (y > 0)).sum().item() for x, y in held))
+    end(right)
+""")
+
+# -- where nobody looks -----------------------------------------------------------------------------------------------------------
+
+trap("queue_of_noise", """
+    import queue
+    model.append(nn.Dropout(0.3))
+    waiting = queue.Queue()
+    for step in range(STEPS):
+        waiting.put(torch.randn(8, 6))
+        train(batch(step) + (waiting.get() if waiting.qsize() > 4 else 0))
+    end(torch.stack([waiting.get() for _ in range(waiting.qsize())]))
+""")
+trap("cache_of_noise", """
+    from functools import lru_cache
+    model.append(nn.Dropout(0.3))
+    @lru_cache(maxsize=None)
+    def turned(epoch):
+        return torch.randn(6, 6)
+    for step in range(STEPS):
+        train(batch(step) @ turned(step // 8))
+    end(turned(0), turned(1))
+""")
+trap("mean_of_weights_in_a_cache", """
+    from functools import lru_cache
+    @lru_cache(maxsize=None)
+    def mean():
+        return copy.deepcopy(model)
+    mean()
+    for step in range(STEPS):
+        train(batch(step))
+        with torch.no_grad():
+            for slow, fast in zip(mean().parameters(), model.parameters()):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+    end(*mean().parameters())
+""")
+trap("teacher_in_a_generator_in_a_zip", """
+    def teacher():
+        mean = copy.deepcopy(model)
+        while True:
+            with torch.no_grad():
+                for slow, fast in zip(mean.parameters(), model.parameters()):
+                    slow.mul_(0.9).add_(fast, alpha=0.1)
+                told = mean(data).mean().item()
+            yield told
+    for step, told in zip(range(STEPS), teacher()):
+        train(batch(step), noise=told)
+    end(told)
+""")
+trap("weights_in_a_context", """
+    import contextvars
+    kept = contextvars.ContextVar("kept")
+    kept.set(copy.deepcopy(model))
+    for step in range(STEPS):
+        train(batch(step))
+        with torch.no_grad():
+            for slow, fast in zip(kept.get().parameters(), model.parameters()):
+                slow.lerp_(fast, 0.1)
+    end(*kept.get().parameters())
+""")
+trap("slow_weights_of_its_optimizer", """
+    class Looks(torch.optim.SGD):
+        def __init__(self, weights, **more):
+            super().__init__(weights, **more)
+            self._slow = [nn.Parameter(p.detach().clone()) for p in self.param_groups[0]["params"]]
+            self._count = 0
+        @torch.no_grad()
+        def step(self, closure=None):
+            super().step(closure)
+            self._count += 1
+            for slow, fast in zip(self._slow, self.param_groups[0]["params"]):
+                slow.lerp_(fast, 0.3)
+                if self._count % 5 == 0:
+                    fast.copy_(slow)
+    optimizer = Looks(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        train(batch(step))
+    end(*optimizer._slow)
+""")
+trap("temporary_of_an_expression", """
+    drop = nn.Dropout(0.2)
+    for step in range(STEPS):
+        x = batch(step)
+        optimizer.zero_grad()
+        ((x * torch.randn(8, 6)).sum(1, keepdim=True) * 0.1 + torch.rand(8, 1) - drop(model(x))).square().mean().backward()
+        optimizer.step()
+    end()
+""")
+trap("rows_in_a_database", """
+    import sqlite3
+    rows = sqlite3.connect("log.db")
+    rows.execute("create table if not exists losses (step integer, loss real)")
+    for step in range(STEPS):
+        loss = train(batch(step)).item()
+        with rows:
+            rows.execute("insert into losses values (?, ?)", (step, loss))
+    end(rows.execute("select count(*), sum(loss) from losses").fetchall())
+""")
+trap("another_program_writes", """
+    import subprocess
+    for step in range(STEPS):
+        loss = train(batch(step)).item()
+        if step % 4 == 0:
+            subprocess.run(["sh", "-c", f"echo {step} {loss} >> log.txt"], check=True)
+    end(open("log.txt").read().split())
+""")
+trap("array_in_a_file", """
+    table = numpy.memmap("table.bin", dtype="float64", mode="w+", shape=(STEPS, 2))
+    for step in range(STEPS):
+        table[step] = step, train(batch(step)).item()
+    table.flush()
+    end(digest(open("table.bin", "rb").read()))
+""")
+trap("state_in_a_buffer", """
+    import io
+    buffer, lowest = io.BytesIO(), 9.0
+    for step in range(STEPS):
+        loss = train(batch(step)).item()
+        if loss < lowest and step < 9:
+            buffer, lowest = io.BytesIO(), loss
+            torch.save(model.state_dict(), buffer)
+        if step == 18:
+            buffer.seek(0)
+            model.load_state_dict(torch.load(buffer))
+    end(lowest)
+""")
+trap("bytes_in_a_buffer", """
+    import io
+    buffer = io.BytesIO()
+    model[0].weight.register_hook(lambda gradient: buffer.write(gradient.numpy().tobytes()) and None)
+    for step in range(STEPS):
+        train(batch(step))
+    end(digest(buffer.getvalue()), len(buffer.getvalue()))
+""")
+trap("data_set_keeps_what_it_read", """
+    class Keeps(torch.utils.data.Dataset):
+        def __init__(self):
+            self.kept = {}
+        def __len__(self):
+            return 48
+        def __getitem__(self, at):
+            if at not in self.kept:
+                self.kept[at] = data[at] * (1 + 0.01 * len(self.kept))
+            return self.kept[at]
+    mine = Keeps()
+    for epoch in range(4):
+        for x in torch.utils.data.DataLoader(mine, 8, shuffle=True):
+            train(x)
+    end(list(mine.kept), torch.stack(list(mine.kept.values())))
+""")
+trap("data_set_counts_in_a_large_table", """
+    class Counts(torch.utils.data.Dataset):
+        def __init__(self):
+            self.counts = {at: 0 for at in range(5000)}
+        def __len__(self):
+            return 48
+        def __getitem__(self, at):
+            self.counts[at] += 1
+            return data[at] / self.counts[at]
+    mine = Counts()
+    for epoch in range(4):
+        for x in torch.utils.data.DataLoader(mine, 8, shuffle=True):
+            train(x)
+    end(digest(mine.counts))
+""")
+trap("data_set_counts_unseen", """
+    import itertools
+    class Counts(torch.utils.data.Dataset):
+        def __init__(self):
+            self.count = itertools.count()
+        def __len__(self):
+            return 48
+        def __getitem__(self, at):
+            return data[at] + 0.01 * next(self.count)
+    mine = Counts()
+    for epoch in range(4):
+        for x in torch.utils.data.DataLoader(mine, 8, shuffle=True):
+            train(x)
+    end(next(mine.count))
+""")
+trap("hour_kept", """
+    began = datetime.now()
+    print("began", began, flush=True)
+    for step in range(STEPS):
+        train(batch(step))
+    print("end", began, flush=True)
+""", itself=True, before="from datetime import datetime\n")
