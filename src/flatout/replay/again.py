@@ -103,15 +103,14 @@ class Again(Listener):
     def beside(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
         """What a save needs so that the program can be gone on with from here, where an event has just happened; and why it could not be, or ""."""
         tape = self.tape
-        tape.deaf += 1
-        try:
-            place = tape.write()
-            if place is None or self._origins is None:
-                return {}, tape.broken or "its training has not begun"
-            world = World().look(frame, self._also())
-            state, unsound = state_of_world(world, self._origins)
-        finally:
-            tape.deaf -= 1
+        if tape.deaf > 1:  # one for the listener that saves
+            return {}, "its steps end where nothing is heard, inside of a backward pass"
+        place = tape.write()
+        if place is None or self._origins is None:
+            return {}, tape.broken or "its training has not begun"
+        world = World().look(frame, self._also())
+        state, unsound = state_of_world(world, self._origins)
+        unsound += self.files.unsound()
         return {**state, "start": self._start, "random": random_states(torch), "batches": self.batches.place(), "files": self.files.state(),
                 "journal": place.to_json(), "events": tape.events, "steps": tape.steps}, "; ".join(unsound)
 
@@ -129,7 +128,7 @@ class Again(Listener):
             self.files.begins()
             self.tape.deaf += 1
             try:
-                self._origins = Origins(World().look(sys._getframe(1), {}))
+                self._origins = Origins(World().look(sys._getframe(1), {}), everything=self.tape.going)
             finally:
                 self.tape.deaf -= 1
             if self.tape.going:
@@ -142,8 +141,8 @@ class Again(Listener):
 
     def _event(self, what: int) -> bool:
         """Whether the listener that saves hears of it."""
-        if not self.tape.hears:
-            return False
+        if not self.tape.hears:  # in the middle of a backward pass, say
+            return not self.tape.going
         if self.tape.event(what):
             self._seam(sys._getframe(2))
             return False
@@ -153,31 +152,39 @@ class Again(Listener):
         self._begins()
         self._call = root, args, kwargs
         if self._event(FORWARD + 16 * self._numbers.setdefault(id(root), len(self._numbers))):
-            self.saving.forward_begin(root, args, kwargs)
+            self._passes_on(self.saving.forward_begin, root, args, kwargs)
         self._call = None
 
     def backward_begin(self, losses: tuple) -> None:
         self._begins()
         if self._event(BACKWARD):
-            self.saving.backward_begin(losses)
+            self._passes_on(self.saving.backward_begin, losses)
 
     def backward_end(self) -> None:
         if self._event(WENT_BACKWARD):
-            self.saving.backward_end()
+            self._passes_on(self.saving.backward_end)
 
     def optimizer_begin(self, optimizer: Any) -> None:
         if self._event(OPTIMIZER):
-            self.saving.optimizer_begin(optimizer)
+            self._passes_on(self.saving.optimizer_begin, optimizer)
 
     def optimizer_end(self, optimizer: Any) -> None:
         if self._event(STEPPED):
-            self.saving.optimizer_end(optimizer)
+            self._passes_on(self.saving.optimizer_end, optimizer)
 
     def step_end(self) -> None:
         if self.tape.hears:
             self.tape.mark()
-            if not self.tape.going:
-                self.saving.step_end()
+        if not self.tape.going:
+            self._passes_on(self.saving.step_end)
+
+    def _passes_on(self, event: Callable[..., None], *about: Any) -> None:
+        """What is read for a save is nobody's business."""
+        self.tape.deaf += 1
+        try:
+            event(*about)
+        finally:
+            self.tape.deaf -= 1
 
     # -- playing back -------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,11 @@ import builtins
 import io
 import json
 import os
+import pickle
 import shutil
+import sqlite3
+import stat
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -45,8 +49,12 @@ class Files:
         self.looked: set[str] = set()  # files that it looked for before it began to train
         self.states: set[str] = set()  # what it has written by torch.save
         self._looking = Ledger()
+        self._generations: list[set[str]] = []
         self._played: dict[str, int] = {}
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.hollow: set[str] = set()  # saved by torch on the way: in the shelter there is an empty file in their place
+        self.kept: dict[str, str] = {}  # path -> another name for what was in it at the last save
+        self._why_not: dict[str, None] = {}
         self._ledger = Ledger()
         self._shelter: Shelter | None = None
 
@@ -62,6 +70,10 @@ class Files:
         for owner in (torch, torch.jit):
             ledger.set(owner, "save", self._saved(owner.save))
         ledger.set(torch, "load", self._loaded(torch.load))
+        ledger.set(pickle, "dump", self._dumped(pickle.dump))
+        ledger.set(subprocess.Popen, "__init__", self._reaches_out(subprocess.Popen.__init__, "it starts other programs while it trains"))
+        ledger.set(os, "system", self._reaches_out(os.system, "it starts other programs while it trains"))
+        ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it keeps a database"))
 
     def looks(self) -> None:
         """Until the training begins: which files it looks for."""
@@ -94,6 +106,8 @@ class Files:
                 return really(file, mode, *args, **kwargs)
             if set(str(mode)) & set("wax+"):
                 self._writes(key, str(mode))
+                if "+" in str(mode):
+                    self._why_not["it changes parts of a file"] = None
                 handle = really(file, mode, *args, **kwargs)
                 self._open.add(handle)
                 return handle
@@ -101,6 +115,28 @@ class Files:
             return really(file, mode, *args, **kwargs)
 
         return open_heard
+
+    def _reaches_out(self, really: Callable, why: str) -> Callable:
+        @wraps(really)
+        def reach(*args: Any, **kwargs: Any) -> Any:
+            if self.tape.hears and (self.tape.steps or "database" in why):
+                self._why_not[why] = None
+            return really(*args, **kwargs)
+
+        return reach
+
+    def unsound(self) -> list[str]:
+        """Why what the program does outside of itself could not be gone on with."""
+        return list(self._why_not)
+
+    def _dumped(self, really: Callable) -> Callable:
+        """A file that is written on the way is thrown away."""
+        @wraps(really)
+        def dump(thing: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+            if not (self.tape.going and self.tape.hears and file in self._open):
+                really(thing, file, *args, **kwargs)
+
+        return dump
 
     def _folder_made(self, really: Callable) -> Callable:
         @wraps(really)
@@ -148,10 +184,13 @@ class Files:
             key = self._hears(f) if isinstance(f, (str, os.PathLike)) else None
             if key is not None:
                 self._read(key)
-                if not self.tape.steps:
+                if not self.tape.steps and key not in self.written:
                     self.looked.add(key)
             self.tape.deaf += 1
             try:
+                if key in self.hollow:
+                    with self.overlay.looking():
+                        return really(key, *args, **kwargs)
                 return really(f, *args, **kwargs)
             finally:
                 self.tape.deaf -= 1
@@ -161,8 +200,11 @@ class Files:
     def _writes(self, key: str, mode: str) -> None:
         self.written[key] = mode
         self.future.pop(key, None)
+        self.hollow.discard(key)
         with self.overlay.looking():
             there = os.path.lexists(key)
+            if there and not self.tape.going and "w" in mode and key in self.kept:
+                os.unlink(key)  # what was in it at the last save has another name
         if not there and not self.tape.going:
             self._makes(key)
 
@@ -174,6 +216,8 @@ class Files:
                     file.write(json.dumps(key) + "\n")
 
     def _read(self, key: str) -> None:
+        if self.tape.going and self.overlay.moved.get(key, "") is None:
+            return  # it is not there yet
         stands = _stands(self.overlay, key)
         if self.tape.going:
             self._read_again(key, stands)
@@ -193,15 +237,43 @@ class Files:
         for handle in list(self._open):
             if not handle.closed:
                 handle.flush()
+        self._keep()
         open_now = {key for handle in self._open if not handle.closed and (key := self.overlay.key(handle.name)) is not None}
         return {"made": list(self.made), "looked": sorted(self.looked), "reads": {key: [list(each) for each in reads] for key, reads in self.reads.items()},
-                "written": {key: [mode, key in open_now, *_stands(self.overlay, key)] for key, mode in self.written.items()}}
+                "written": {key: [mode, key in open_now, *_stands(self.overlay, key)] for key, mode in self.written.items()}, "kept": dict(self.kept)}
+
+    def _keep(self) -> None:
+        """Give what was written by name, and is closed, another name; nothing is copied. Those of three saves stay."""
+        place = Path(f"{self.folder}.kept")
+        open_now = {os.path.realpath(handle.name) for handle in self._open if not handle.closed}
+        self.kept = {}
+        for key, mode in self.written.items():
+            if "w" not in mode or key in open_now or len(self.kept) >= READS:
+                continue
+            with self.overlay.looking():
+                try:
+                    found = os.lstat(key)
+                    if not stat.S_ISREG(found.st_mode):
+                        continue
+                    name = place / f"{found.st_ino}-{found.st_mtime_ns}"
+                    if not name.exists():
+                        place.mkdir(parents=True, exist_ok=True)
+                        os.link(key, name)
+                    self.kept[key] = name.name
+                except OSError:
+                    continue  # another disk, or gone
+        self._generations = [set(self.kept.values()), *self._generations[:2]]
+        wanted = set().union(*self._generations)
+        for name in place.glob("*"):
+            if name.name not in wanted:
+                name.unlink(missing_ok=True)
 
     def ended(self) -> None:
         """Nobody goes on from here."""
         self._ledger.restore()
         self.list.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(f"{self.folder}.kept", ignore_errors=True)
 
     # -- playing back -------------------------------------------------------------------------------------------------------
 
@@ -238,12 +310,14 @@ class Files:
             return []
 
     def _as_if_saved(self, key: str | None) -> None:
-        """What is on the disk is what the program has written, or what it wrote later."""
-        if key is not None and key in self.overlay.moved:
-            del self.overlay.moved[key]
+        """What is on the disk is what the program has written, or what it wrote later; on the way it may be moved and removed like any file."""
+        if key is not None:
+            target = self.overlay.writing(key, "w")
+            with self.overlay.looking(), open(target, "wb"):
+                self.hollow.add(key)
 
     def _read_again(self, key: str, stands: list[int]) -> None:
-        if self.overlay.moved.get(key) is not None:
+        if self.overlay.moved.get(key) is not None and key not in self.hollow:
             return  # it reads what it has written on this way
         number, reads = self._played.get(key, 0), self.reads.get(key, [])
         self._played[key] = number + 1
@@ -267,6 +341,8 @@ class Files:
             now = _stands(self.overlay, key)
             if now == stood:
                 continue
+            if key in state["kept"] and self._comes_back(key, state["kept"][key]):
+                continue
             if (was_open or "a" in mode) and now[0] >= stood[0] >= 0:
                 os.truncate(key, stood[0])
             else:
@@ -278,6 +354,17 @@ class Files:
         self.overlay = Overlay(str(self.folder))
         shutil.rmtree(self.folder, ignore_errors=True)
         self.install()
+
+    def _comes_back(self, key: str, name: str) -> bool:
+        """What was in a file at the save, in the place of what has been written there since."""
+        kept = Path(f"{self.folder}.kept", name)
+        try:
+            copy = Path(f"{key}.coming")
+            os.link(kept, copy)
+            os.replace(copy, key)
+        except OSError:
+            return False
+        return True
 
     def _becomes_real(self, handle: Any, written: dict[str, Any]) -> None:
         target = os.path.realpath(handle.name)

@@ -22,14 +22,16 @@ from flatout.capture.frames import is_users
 from flatout.capture.ledger import Ledger
 from flatout.replay.skeleton import Skeleton, dense
 from flatout.replay.tape import Large, Tape, encoded
+from flatout.replay.world import users_modules
 
 VALUES = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__", "is_nonzero", "equal", "allclose", "__repr__", "__format__",
-          "numpy", "__array__")
+          "numpy", "__array__", "__contains__")
 SHAPES = ("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave")
 CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "process_time_ns", "thread_time", "strftime",
           "ctime", "localtime", "gmtime", "asctime")
 # The order of samples follows from a seed, which is heard, or from a generator of the program's own.
 FROM_A_SEED = torch.utils.data.RandomSampler.__iter__.__code__
+datetime: Any = sys.modules["datetime"]  # torch has imported it
 DATES = {"datetime": ("now", "utcnow", "today"), "date": ("today",)}
 OF_DEVICES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info")
 
@@ -37,6 +39,8 @@ OF_DEVICES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "ma
 class Hearing:
     def __init__(self, tape: Tape, ledger: Ledger) -> None:
         self.tape, self.ledger = tape, ledger
+        self._dates: dict[str, Any] = {}
+        self._heard: types.ModuleType | None = None
 
     def install(self) -> None:
         ledger = self.ledger
@@ -48,6 +52,8 @@ class Hearing:
             for owner in (torch.Tensor, torch):
                 if hasattr(owner, name):
                     ledger.set(owner, name, self._shape(getattr(owner, name)))
+        ledger.set(torch, "where", self._places(torch.where))
+        ledger.set(torch.nn.functional, "one_hot", self._classes(torch.nn.functional.one_hot))
         ledger.set(torch.Tensor, "__getitem__", self._indexed(torch.Tensor.__getitem__))
         self._install_clocks()
         for name in OF_DEVICES:
@@ -56,27 +62,43 @@ class Hearing:
 
     def _install_clocks(self) -> None:
         clocks = sys.modules["time"]
+        known: list[tuple[Any, Any]] = []
         for name in CLOCKS:
             if hasattr(clocks, name):
-                self.ledger.set(clocks, name, Clock(getattr(clocks, name), self.tape))
+                known.append((getattr(clocks, name), clock := Clock(getattr(clocks, name), self.tape)))
+                self.ledger.set(clocks, name, clock)
+        known += [(getattr(datetime, name), self._dated(name)) for name in DATES]
+        for module in users_modules():  # what the program has taken from there before it imported torch
+            for name, value in list(vars(module).items()):
+                for really, heard in known:
+                    if value is really:
+                        self.ledger.set(module, name, heard)
+                if value is datetime:
+                    self.ledger.set(module, name, self._calendar())
         self.ledger.set(builtins, "__import__", self._imports(builtins.__import__))
 
     def _imports(self, really: Callable) -> Callable:
         """The user's own files get a `datetime` whose readings are heard; all others, pickles among them, have the real one."""
-        heard: list[Any] = []
-
         @wraps(really)
         def imports(name: str, names: Any = None, *args: Any, **kwargs: Any) -> Any:
             found = really(name, names, *args, **kwargs)
             if name != "datetime" or names is None or not is_users(names.get("__file__") or ""):
                 return found
-            if not heard:
-                heard.append(types.ModuleType("datetime"))
-                vars(heard[0]).update(vars(found))
-                vars(heard[0]).update({each: _dated(getattr(found, each), readings, self.tape) for each, readings in DATES.items()})
-            return heard[0]
+            return self._calendar()
 
         return imports
+
+    def _dated(self, name: str) -> Any:
+        if name not in self._dates:
+            self._dates[name] = _dated(getattr(datetime, name), DATES[name], self.tape)
+        return self._dates[name]
+
+    def _calendar(self) -> types.ModuleType:
+        """`datetime` as the user's own files see it."""
+        if self._heard is None:
+            self._heard = types.ModuleType("datetime")
+            vars(self._heard).update({**vars(datetime), **{name: self._dated(name) for name in DATES}})
+        return self._heard
 
     # -- wrappers -----------------------------------------------------------------------------------------------------------
 
@@ -160,6 +182,26 @@ class Hearing:
             tape.deaf = 0
         tape.put([isinstance(result, tuple), [[list(each.shape), str(each.dtype).removeprefix("torch."), str(each.device)] for each in leaves]], at)
         return result
+
+    def _places(self, really: Callable) -> Callable:
+        """With a condition alone it gives as many places as there are."""
+        @wraps(really)
+        def where(condition: Any, *args: Any, **kwargs: Any) -> Any:
+            if args or kwargs or not self.tape.hears:
+                return really(condition, *args, **kwargs)
+            return self._shaped(really, sys._getframe(1).f_lasti, (condition,), {})
+
+        return where
+
+    def _classes(self, really: Callable) -> Callable:
+        """Without a number of classes it has as many as there are."""
+        @wraps(really)
+        def one_hot(tensor: Any, num_classes: int = -1) -> Any:
+            if num_classes != -1 or not self.tape.hears:
+                return really(tensor, num_classes)
+            return self._shaped(really, sys._getframe(1).f_lasti, (tensor, num_classes), {})
+
+        return one_hot
 
     def _indexed(self, really: Callable) -> Callable:
         """Indexing by a mask: how many entries there are is only known once the mask is."""

@@ -11,7 +11,7 @@ Plain values are never put back. They have come to be again by the program's own
 
 from __future__ import annotations
 
-import sys
+import gc
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -24,6 +24,7 @@ from flatout.replay.world import World
 from flatout.state.randoms import random_states, set_state_of, state_of
 
 SMALL_BYTES, MOST_SMALL_BYTES = 1 << 16, 1 << 22  # of what is compared otherwise: a small one is kept
+MOST_READ_BYTES = 1 << 25  # of what is compared, each time: who writes past torch is seen
 MOST_BYTES = 1 << 30  # of tensors that are no module's
 USUAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 SHOWN = 4
@@ -32,8 +33,10 @@ SHOWN = 4
 class Origins:
     """What was there when the training began."""
 
-    def __init__(self, world: World) -> None:
-        self._versions = {id(tensor): (tensor, tensor._version) for tensor in world.tensors.values() if not tensor.is_inference()}
+    def __init__(self, world: World, everything: bool) -> None:
+        """``everything``: also what no variable leads to."""
+        found = {id(tensor): tensor for tensor in (*world.tensors.values(), *(living() if everything else ()))}
+        self._versions = {key: (tensor, tensor._version) for key, tensor in found.items() if not tensor.is_inference()}
         self._digests: dict[tuple[int, int], int] = {}
 
     def forget(self, tensor: Any) -> None:
@@ -44,13 +47,18 @@ class Origins:
         known = self._versions.get(id(tensor))
         return known is not None and known[0] is tensor and not tensor.is_inference() and tensor._version == known[1]
 
-    def digest(self, tensor: Any) -> int:
-        """Of its bytes, taken once; a part of them each time, for those who write past torch."""
+    def digest(self, tensor: Any, anew: bool) -> int:
+        """Of its bytes; not ``anew``, taken once and a part of them each time."""
         key = id(tensor), tensor._version
         found = self._digests.get(key)
-        if found is None:
+        if found is None or anew:
             found = self._digests[key] = digest_of(tensor)
         return zlib.crc32(_few(tensor), found)
+
+
+def living() -> list[Any]:
+    """All tensors that Python knows of."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
 
 
 def digest_of(tensor: Any) -> int:
@@ -73,7 +81,7 @@ def _few(tensor: Any) -> Any:
 def state_of_world(world: World, origins: Origins) -> tuple[dict[str, Any], list[str]]:
     """As `flatout.state.values.pack` takes it; and why a program could not be gone on with exactly from here."""
     tensors, grads, digests, left, about = {}, {}, {}, [], {}
-    small = other = 0
+    small = other = read = 0
     for path, tensor in world.tensors.items():
         if tensor.is_leaf and tensor.grad is not None:
             grads[path] = tensor.grad
@@ -84,7 +92,8 @@ def state_of_world(world: World, origins: Origins) -> tuple[dict[str, Any], list
         if path not in world.kept and origins.unchanged(tensor):
             small += size
             if size > SMALL_BYTES or small > MOST_SMALL_BYTES:
-                digests[path] = origins.digest(tensor)
+                read += size
+                digests[path] = origins.digest(tensor, anew=read <= MOST_READ_BYTES)
                 continue
         elif path not in world.kept:
             other += size
@@ -96,7 +105,8 @@ def state_of_world(world: World, origins: Origins) -> tuple[dict[str, Any], list
     unsound = [] if world.complete else ["it holds more objects than can be looked through"]
     return {"tensors": tensors, "grads": grads, "digests": digests, "left": left, "about": about, "plain": dict(world.plain),
             "optimizers": {path: _state_of_optimizer(optimizer) for path, optimizer in world.optimizers.items()},
-            "generators": {path: state_of(generator) for path, generator in world.generators.items()}}, unsound
+            "generators": {path: state_of(generator) for path, generator in world.generators.items()},
+            "buffers": {path: [buffer.getvalue(), buffer.tell()] for path, buffer in world.buffers.items() if not buffer.closed}}, unsound
 
 
 def _storage_of(tensor: Any) -> tuple[int, int, int]:
@@ -132,6 +142,7 @@ class Seam:
         if differ:
             self.refuse(f"the program has come to the place of the save with other values: {'; '.join(differ[:SHOWN])}{_more(differ)}")
         paths = [*self.state["tensors"], *self.state["digests"], *self.state["left"]]
+        self._look_for_others(world)
         lost = sorted(set(paths) ^ set(world.tensors))
         if lost:
             self.refuse(f"the program has come to the place of the save with other tensors: {', '.join(f'`{path}`' for path in lost[:SHOWN])}{_more(lost)}")
@@ -142,12 +153,22 @@ class Seam:
         if changed:
             self.refuse(f"{', '.join(f'`{path}`' for path in changed[:SHOWN])}{_more(changed)} had other values before the training began")
 
+    def _look_for_others(self, world: World) -> None:
+        """Tensors that no variable leads to: those without values stop whoever reads them; those that look as if they had some are what nobody can put back."""
+        gc.collect()
+        known = {id(tensor) for tensor in world.tensors.values()} | {id(leaf) for leaf in pytree.tree_leaves(self.state) if isinstance(leaf, torch.Tensor)}
+        known |= {id(leaf) for optimizer in world.optimizers.values() for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, torch.Tensor)}
+        known |= {id(tensor.grad) for tensor in world.tensors.values() if type(tensor) is not Skeleton and tensor.is_leaf and tensor.grad is not None}
+        others = [tensor for tensor in living() if id(tensor) not in known and type(tensor) is not Skeleton and not self.origins.unchanged(tensor)]
+        if others:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in others[:SHOWN])
+            self.refuse(f"{len(others)} tensors are held where no variable leads to them (of shape {shapes}{_more(others)}), and their values were not kept")
+
     def put_back(self, world: World) -> None:
-        state, restored = self.state, set()
+        state = self.state
         memory: dict[int, Any] = {}
         for path, values in state["tensors"].items():
             target = world.tensors[path]
-            restored.add(id(target))
             device, wants_grad, has_graph, lies = state["about"][path]
             if type(target) is Skeleton:
                 made = _placed(values, device, lies, memory)
@@ -168,12 +189,16 @@ class Seam:
                 tensor.grad = grad.to(tensor.device) if grad is not None else None
         for path, optimizer in world.optimizers.items():
             self._put_back_optimizer(optimizer, state["optimizers"][path])
+        for path, (content, at) in state["buffers"].items():
+            if path in world.buffers:
+                buffer = world.buffers[path]
+                buffer.seek(0)
+                buffer.truncate()
+                buffer.write(content)
+                buffer.seek(at)
         for path, generator in world.generators.items():
             if path not in state["generators"] or not set_state_of(torch, generator, state["generators"][path]):
                 self.refuse(f"`{path}` was another kind of random generator")
-        lost = [tensor for tensor in self.skeletons.tainted if id(tensor) not in restored and sys.getrefcount(tensor) > 3]
-        if lost:
-            self.refuse(f"{len(lost)} tensors that the training has written to are not reached by any variable")
 
     def _put_back_optimizer(self, optimizer: Any, kept: dict[str, Any]) -> None:
         weights, devices = _weights_of(optimizer), iter(kept["devices"])

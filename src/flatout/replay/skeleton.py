@@ -74,7 +74,6 @@ class Skeletons:
 
     def __init__(self, refuse: Refuse) -> None:
         self.refuse = refuse
-        self.tainted: list[Any] = []  # real tensors that should have been written to, and could not become skeletons
         self._known: dict[Any, Any] = {}
         self._names: dict[Any, str] = {}
         self._fake: Any = None
@@ -249,8 +248,9 @@ class Skeletons:
     def _swap(self, target: Any, other: Any) -> None:
         try:
             torch.utils.swap_tensors(target, other)
-        except RuntimeError:  # something knows it weakly
-            self.tainted.append(target)
+        except RuntimeError:  # something knows it weakly: it is as real as it was, and the seam sees that it has changed
+            with torch.no_grad():
+                target.detach().zero_()
 
     # -- gradients ----------------------------------------------------------------------------------------------------------
 

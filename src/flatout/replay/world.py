@@ -6,15 +6,25 @@ Two runs that went the same way have the same paths. Nothing of the program's is
 
 from __future__ import annotations
 
+import contextvars
+import decimal
+import fractions
 import functools
+import gc
 import inspect
+import io
+import itertools
 import os
+import pathlib
 import random
 import sys
 import types
+import uuid
+import weakref
 import zlib
+from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -27,13 +37,22 @@ MOST_THINGS = 200_000
 DEEPEST = 24
 LONG = 4096  # entries; what is longer is not looked through where its first entries are plain
 SHOWN = 60
+ADDRESSES = 1 << 44, 1 << 47
 PLAIN = (bool, int, float, complex, str, bytes, type(None), range, slice, torch.Size, torch.dtype, torch.device)
 ROWS = (list, tuple, deque)
 PAIRS = (dict, OrderedDict, types.MappingProxyType)
 CLOSED = (types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType, types.TracebackType)
 # Of the libraries, what holds state that the user's code has made; what else they hold is theirs.
 OPEN_OF_TORCH = ("torch.optim", "torch.amp", "torch.cuda.amp", "torch.nn", "torch.utils.data", "torch.distributions", "torch.func")
+calendar: Any = sys.modules["datetime"]  # torch has imported it
+OPEN_OF_PYTHON = ("queue", "_queue", "weakref", "collections", "dataclasses", "enum")
+# What says in its own words what it holds; and what holds others behind Python's back.
+TOLD = (uuid.UUID, calendar.date, calendar.time, calendar.timedelta, decimal.Decimal, fractions.Fraction, pathlib.PurePath, itertools.count)
+HOLDING: tuple[type, ...] = (
+    type(functools.lru_cache(len)), zip, map, filter, enumerate, reversed, itertools.chain, itertools.cycle, itertools.islice, itertools.starmap,
+    itertools.takewhile, itertools.dropwhile, itertools.zip_longest, type(iter([])), type(iter(())), type(iter({}.values())), type(iter({}.items())))
 OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
+OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 
 
@@ -42,6 +61,7 @@ class World:
         self.tensors: dict[str, Any] = {}
         self.optimizers: dict[str, Any] = {}
         self.generators: dict[str, Any] = {}
+        self.buffers: dict[str, Any] = {}  # files in memory
         self.plain: dict[str, str] = {}  # variable -> digest of the plain values in it, and a few of them to show
         self.kept: set[str] = set()  # paths of tensors that belong to modules
         self.complete = True
@@ -49,22 +69,25 @@ class World:
     def look(self, frame: FrameType | None, also: Mapping[str, Any]) -> World:
         """``also``: things by a name of their own, which no variable may lead to."""
         walk = _Walk(self)
-        for name, module in _users_modules():
+        for module in users_modules():
+            name = module.__name__
             for key, value in list(vars(module).items()):
                 walk.variable(f"{name}.{key}" if name != "__main__" else key, key, value)
         for name, variables, users in _frames(frame):
             for key, value in variables.items():
                 walk.variable(f"{name}: {key}", key, value, users)
+        for at, (_, value) in enumerate(contextvars.copy_context().items()):
+            walk.variable(f"<context {at}>", "context", value, users=False)
         for name, value in also.items():
             walk.variable(f"<{name}>", name, value, users=False)
         self.complete = walk.left > 0
         return self
 
 
-def _users_modules() -> Iterator[tuple[str, Any]]:
+def users_modules() -> Iterator[types.ModuleType]:
     for name, module in list(sys.modules.items()):
         if isinstance(module, types.ModuleType) and (name == "__main__" or _is_users_file(getattr(module, "__file__", None))):
-            yield name, module
+            yield module
 
 
 def _is_users_file(file: Any) -> bool:
@@ -112,7 +135,7 @@ class _Walk:
     def _visit(self, path: str, value: Any, users: bool, depth: int) -> None:
         kind = type(value)
         if kind in PLAIN:
-            self._note(path, repr(value), users)
+            self._note(path, "an address" if _is_address(value) else repr(value), users)
             return
         if self.left <= 0 or depth > DEEPEST or isinstance(value, CLOSED) or id(value) in self.seen:
             return
@@ -171,17 +194,15 @@ class _Walk:
                     self._rows(f"{path}.params{at}", value, False, depth)
                 else:
                     self._visit(f"{path}.param_groups[{at}].{name}", value, users, depth)
+        own = _is_users_class(type(optimizer))
         for name, value in list(vars(optimizer).items()):
-            if name not in ("param_groups", "state") and not name.startswith("_"):
-                self._visit(f"{path}.{name}", value, users and _is_users_class(type(optimizer)), depth)
+            if name not in ("param_groups", "state") and (own or not name.startswith("_")):
+                self._visit(f"{path}.{name}", value, users and own and name not in OF_OPTIMIZERS, depth)
 
     def _rows(self, path: str, values: Any, users: bool, depth: int) -> None:
         self._note(path, f"{type(values).__name__} of {len(values)}", users)
         if len(values) > LONG and all(map(_is_plain, list(values)[:64])):
-            try:
-                self._note(path, f"{hash(tuple(values)):x}" if type(None) not in set(map(type, values)) else "", users)
-            except TypeError:
-                pass
+            self._note(path, _digest_of(values), users)
             return
         for at, value in enumerate(list(values)):
             self._visit(f"{path}[{at}]", value, users, depth)
@@ -189,13 +210,15 @@ class _Walk:
     def _pairs(self, path: str, values: Any, users: bool, depth: int) -> None:
         self._note(path, f"dict of {len(values)}", users)
         if len(values) > LONG and all(map(_is_plain, list(values.values())[:64])):
+            self._note(path, _digest_of(values.items()), users)
             return
         for at, (key, value) in enumerate(list(values.items())):
-            self._visit(f"{path}[{key!r}]" if type(key) in (str, int, float, bool) else f"{path}[#{at}]", value, users, depth)
+            named = type(key) in (str, int, float, bool) and not _is_address(key)
+            self._visit(f"{path}[{key!r}]" if named else f"{path}[#{at}]", value, users, depth)
 
     def _set(self, path: str, values: Any, users: bool, depth: int) -> None:
         if len(values) <= LONG and all(map(_is_plain, values)):
-            self._note(path, repr(sorted(map(repr, values))), users)
+            self._note(path, repr(sorted("an address" if _is_address(value) else repr(value) for value in values)), users)
 
     def _function(self, path: str, function: Any, users: bool, depth: int) -> None:
         if not is_users(function.__code__.co_filename):
@@ -227,11 +250,22 @@ class _Walk:
             return self._note(path, f"array {thing.dtype} {thing.shape} {zlib.crc32(_bytes_of(numpy, thing)):08x}", users)
         if numpy is not None and isinstance(thing, numpy.generic):
             return self._note(path, repr(thing), users)
+        if isinstance(thing, (io.BytesIO, io.StringIO)):
+            self.world.buffers[path] = thing
+            return None
+        if isinstance(thing, TOLD):
+            return self._note(path, repr(thing), users)
+        if isinstance(thing, (bytearray, array)):
+            return self._note(path, f"{kind.__name__} {zlib.crc32(thing):08x}", users)
+        if isinstance(thing, HOLDING):
+            return self._rows(path, [each for each in gc.get_referents(thing) if not isinstance(each, (type, *CLOSED))], False, depth)
+        if isinstance(thing, weakref.ref):
+            return self._visit(f"{path}()", thing(), users, depth)
         if _is_random(thing, numpy):
             self.world.generators[path] = thing
             return None
         name = f"{kind.__module__}.{kind.__qualname__}"
-        own = _is_users_class(kind) or name in NAMESPACES or kind.__module__.startswith("torch.optim")
+        own = _is_users_class(kind) or name in NAMESPACES or kind.__module__ in OPEN_OF_PYTHON or kind.__module__.startswith("torch.optim")
         if not own and not _is_open(kind):
             return None
         for key, value in list(getattr(thing, "__dict__", {}).items()):
@@ -245,6 +279,16 @@ class _Walk:
 
 def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN or (isinstance(value, (list, tuple)) and len(value) <= 16 and all(type(each) in PLAIN for each in value))
+
+
+def _digest_of(values: Iterable[Any]) -> str:
+    """Of many plain ones."""
+    return f"{zlib.crc32(repr(list(values)).encode(errors='replace')):08x}"
+
+
+def _is_address(value: Any) -> bool:
+    """Whether a number looks like what ``id`` gives: it is another one in each process."""
+    return type(value) is int and ADDRESSES[0] <= value < ADDRESSES[1] and not value % 16
 
 
 def _is_users_class(kind: Any) -> bool:
