@@ -34,12 +34,12 @@ def visible(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
         frame = frame.f_back
 
 
-def variables_of(frame: FrameType) -> dict[str, Any]:
-    """Of a function that runs. Nothing that it holds lives any longer because we have looked."""
+def variables_of(frame: FrameType, always: bool = False) -> dict[str, Any]:
+    """Of a function that runs. Nothing that it holds lives any longer because we have looked; ``always``: where that cannot be had, look all the same."""
     if LIVE_VIEWS:
         return dict(frame.f_locals)
     if sys.gettrace() is not None or sys.getprofile() is not None or ASKS_FOR_ITS_VARIABLES & set(frame.f_code.co_names):
-        return {}
+        return dict(frame.f_locals) if always else {}
     held = frame.f_locals
     found = dict(held)
     held.clear()  # Python 3.11 and 3.12 keep this dictionary, and all that is in it, until the function ends

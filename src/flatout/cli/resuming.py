@@ -16,6 +16,7 @@ from flatout.capture.frames import is_users
 from flatout.capture.ledger import Ledger
 from flatout.engine.rescue import Rescue
 from flatout.pipeline.streams import own_generators
+from flatout.plan import pulse
 from flatout.plan.errors import CannotResume, FlatoutError, SaveError
 from flatout.state.drift import drift, surroundings
 from flatout.state.saves import Save, Saves, believed
@@ -27,35 +28,47 @@ JOURNAL = "journal-"
 
 
 def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: Mapping[str, Any]) -> Again | None:
-    """``asked``: ``anew``, ``shows``. None where this is no process whose training could be recorded."""
+    """``asked``: ``anew``; ``shows``; ``insists``: what cannot be gone on with exactly is not begun anew. None where this is no process whose training could be
+    recorded."""
     import torch
 
     from flatout.replay.again import Again
 
     if (started := sys.modules.get("multiprocessing.process")) is not None and started.parent_process() is not None:
         return None
-    save = None if asked["anew"] else newest_exact(rescue.folder)
-    state = None
-    try:
-        if save is not None:
-            _may_go_on(torch, save)
-            state = save.read(torch)["exact"]
-    except FlatoutError as error:
-        _refuse(str(error))
-    name = save.manifest.told["journal"] if save is not None else f"{JOURNAL}{uuid.uuid4().hex[:8]}"
-    rescue.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if save is None:
-        _tidy(rescue.folder)
-    else:
-        say_at_once(f"going through the program again up to step {save.step}, from {os.path.relpath(save.path)}")
+    pulse.goes_on_exactly()
+    folder = rescue.folder
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    save = None if asked["anew"] else newest_exact(folder)
+    journal = folder / (save.manifest.told["journal"] if save is not None else f"{JOURNAL}{uuid.uuid4().hex[:8]}")
+
+    def refuse(why: str) -> NoReturn:
+        """Ends the process: nothing of the program may run with tensors that have no values."""
+        then = "`flatout rescue` lists what is kept; `flatout run --resume --anew` begins anew"
+        if not asked["insists"]:
+            journal.unlink(missing_ok=True)
+            then = "It begins anew when it is started again; `flatout rescue` lists what is kept"
+        say_at_once(f"cannot go on exactly: {why}. {then}.")
+        os._exit(CannotResume.exit_code)
 
     def seam() -> None:
         say_at_once(f"going on exactly after step {save.step if save is not None else 0}")
+        pulse.goes_on_here()
         at_seam()
 
-    again = Again(rescue.folder / name, state, rescue, ledger, say_at_once, own_generators, seam, asked["shows"])
+    state = None
+    if save is None:
+        _tidy(folder)
+    else:
+        say_at_once(f"going through the program again up to step {save.step}, from {os.path.relpath(save.path)}")
+        try:
+            _may_go_on(torch, save)
+            state = save.read(torch)["exact"]
+        except FlatoutError as error:
+            refuse(str(error).rstrip("."))
+    again = Again(journal, state, rescue, ledger, say_at_once, refuse, own_generators, seam, asked["shows"])
     atexit.register(_ended, again)
-    rescue.beside, rescue.goes_on = Told(again, name), save.step if save is not None else None
+    rescue.beside, rescue.goes_on = Told(again, journal.name), save.step if save is not None else None
     return again
 
 
@@ -70,12 +83,21 @@ class Told:
 
     def __init__(self, again: Again, journal: str) -> None:
         self.again, self.journal = again, journal
+        self._why_not = ""
 
     def beside(self, frame: Any) -> tuple[dict[str, Any], str]:
-        return self.again.beside(frame)
+        found, why_not = self.again.beside(frame)
+        if why_not and why_not != self._why_not:
+            say_at_once(f"from here on this program could not be gone on with exactly: {why_not}")
+        self._why_not = why_not
+        return found, self._why_not
 
     def told(self) -> dict[str, Any]:
-        return {"journal": self.journal, "sources": sources()}
+        return {"journal": self.journal, "sources": sources(), "by itself": self.again.files.by_itself}
+
+    def kept(self, step: int) -> None:
+        if not self._why_not:
+            pulse.saved(step)
 
     def flush(self) -> None:
         self.again.flush()
@@ -89,6 +111,8 @@ def newest_exact(folder: Path) -> Save | None:
         except SaveError:
             continue
         told = save.manifest.told
+        if told.get("by itself"):
+            return None
         if told.get("exact") == "" and type(told.get("journal")) is str and (folder / Path(told["journal"]).name).is_file():
             return save
     return None
@@ -126,10 +150,3 @@ def _tidy(folder: Path) -> None:
     """Journals of runs that nobody can go on from any more."""
     for journal in folder.glob(f"{JOURNAL}*"):
         journal.unlink(missing_ok=True)
-
-
-def _refuse(why: str) -> NoReturn:
-    say_at_once(f"cannot go on exactly: {why}. `flatout rescue` lists what is kept; `flatout run --resume --anew` begins anew.")
-    os._exit(CannotResume.exit_code)
-
-

@@ -76,9 +76,9 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
         _say(f"{remark}; running it as it is. To tune: flatout tune {' '.join(cmd.shown)}")
     elif remark:
         _say(remark)
-    more = {"watch": known_ideal(cmd) if watch else None, "rescue": str(rescue_folder(cmd)) if rescue or resume else None,
-            "resume": {"anew": anew, "shows": replay_output} if resume else None}
-    rescue = rescue or resume
+    more = {"watch": known_ideal(cmd) if watch else None, "rescue": str(rescue_folder(cmd)) if rescue or resume or watched.asked else None,
+            "resume": {"anew": anew, "shows": replay_output, "insists": not watched.asked} if resume or watched.asked else None}
+    rescue = rescue or resume or watched.asked
     if asked.several or place is not None:
         return _run_as_ranks(cmd, facts, plan or Plan(), chosen, asked, place, more, watched)
     becomes = watched.over(cmd, job_folder(cmd).path / "incidents.jsonl")

@@ -47,6 +47,9 @@ class Beside(Protocol):
     def told(self) -> dict[str, Any]:
         """What is told of it in the manifest."""
 
+    def kept(self, step: int) -> None:
+        """The save of this step was found right."""
+
     def flush(self) -> None:
         """Until what that part counts on is on the disk. Raises StorageError."""
 
@@ -195,7 +198,7 @@ class Rescue(Listener):
 
     def _opened(self) -> bool:
         try:
-            saves = Saves(self.folder, KEEP).open()
+            saves = Saves(self.folder, KEEP, told=self.beside.kept if self.beside is not None else lambda step: None).open()
             try:
                 if self.goes_on is None:
                     begin_run(saves)

@@ -89,15 +89,32 @@ def begin(folder: str) -> Pulse:
     return _own
 
 
+_exactly = False
+
+
+def goes_on_exactly() -> None:
+    """This program is gone on with from saves of ours; what it saves itself does not count."""
+    global _exactly
+    _exactly = True
+
+
 def saved(step: int | None = None) -> None:
     """A save is complete from which this program can go on; ``step``: how many steps it is of, where that is known."""
-    if _own is not None:
+    if _own is not None and not (_exactly and step is None):
         words = _own.words
         words[SAVED_AT] = words[STEPS]
         if step is not None:
             words[SAVED] = step + 1
         words[SAVES] += 1
         words[BEATS] += 1
+
+
+def goes_on_here() -> None:
+    """The steps so far were those of an earlier start, gone through again; what comes now is new."""
+    if _own is not None:
+        words = _own.words
+        words[BEATS] += words[STEPS]
+        words[STEPS] = 0
 
 
 def went_on() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.plan.errors import CannotResume, FlatoutError
+from flatout.plan.errors import FlatoutError
 from flatout.replay.batches import Batches
 from flatout.replay.files import Files
 from flatout.replay.hearing import Hearing
@@ -37,15 +37,17 @@ FORWARD, BACKWARD, WENT_BACKWARD, OPTIMIZER, STEPPED = 2, 3, 4, 5, 6  # events, 
 
 class Again(Listener):
     """``journal``: where it lies. ``state``: what `beside` has given to the save that is to be gone on from, None to begin. ``saving`` is the listener that
-    saves; it hears nothing before the seam. ``say`` is for the person. ``at_seam`` is called when the program has become the one that was saved."""
+    saves; it hears nothing before the seam. ``say`` is for the person; ``refuse`` ends the process with a sentence. ``at_seam`` is called when
+    the program has become the one that was saved."""
 
-    def __init__(self, journal: Path, state: dict[str, Any] | None, saving: Listener, ledger: Ledger, say: Callable[[str], None], find: Find,
-                 at_seam: Callable[[], None], shows: bool) -> None:
+    def __init__(self, journal: Path, state: dict[str, Any] | None, saving: Listener, ledger: Ledger, say: Callable[[str], None],
+                 refuse: Callable[[str], NoReturn], find: Find, at_seam: Callable[[], None], shows: bool) -> None:
+        self.refuse = refuse
         self.journal, self.saved, self.saving, self.ledger, self.say, self.at_seam = journal, state, saving, ledger, say, at_seam
-        self.tape = Tape(self._refuse, say)
-        self.skeletons = Skeletons(self._refuse)
+        self.tape = Tape(self.refuse, say)
+        self.skeletons = Skeletons(self.refuse)
         self.batches = Batches(self.tape, ledger, self._begins, find)
-        self.files = Files(journal.with_name(f"{journal.name}.files"), self.tape, self._refuse)
+        self.files = Files(journal.with_name(f"{journal.name}.files"), self.tape, self.refuse)
         self._mode: Any = None
         self._quiet: Quiet | None = None
         self._origins: Origins | None = None
@@ -60,6 +62,7 @@ class Again(Listener):
         if state is None:
             self._start = random_states(torch)
             self.tape.record(Journal(journal))
+            self.files.looks()
         else:
             self._start = state["start"]
             self._play(state, shows)
@@ -78,7 +81,7 @@ class Again(Listener):
 
     def broke(self, error: Exception) -> None:
         if self.tape.going:
-            self._refuse(f"flatout made a mistake ({type(error).__name__}: {error})")
+            self.refuse(f"flatout made a mistake ({type(error).__name__}: {error})")
 
     def ended(self) -> None:
         """The program has come to its own end: there is nothing to go on with."""
@@ -97,6 +100,8 @@ class Again(Listener):
                 return {}, tape.broken or "its training has not begun"
             world = World().look(frame, self._also())
             state, unsound = state_of_world(world, self._origins)
+            if self.files.by_itself:
+                unsound.append(f"it resumes by itself, from {os.path.relpath(self.files.by_itself)}")
         finally:
             tape.deaf -= 1
         return {**state, "start": self._start, "random": random_states(torch), "batches": self.batches.place(), "files": self.files.state(),
@@ -113,6 +118,7 @@ class Again(Listener):
     def _begins(self) -> None:
         """The first batch is taken, or the first module called: what was made before was made for real."""
         if self._origins is None:
+            self.files.begins()
             self.tape.deaf += 1
             try:
                 self._origins = Origins(World().look(sys._getframe(1), {}))
@@ -171,11 +177,14 @@ class Again(Listener):
         self.tape.play(read_journal(self.journal, Place.from_json(state["journal"])), state["events"])
         self.batches.fetched = set(state["batches"]["fetched"])
         set_random_states(torch, state["start"])
-        Skeleton.tripped = staticmethod(lambda what: self._refuse(f"{what} of a tensor that was not kept"))  # type: ignore[method-assign]
+        Skeleton.tripped = staticmethod(lambda what: self.refuse(f"{what} of a tensor that was not kept"))  # type: ignore[method-assign]
         self._quiet = None if shows else Quiet()
         self.files.play(state["files"])
         self._skipping.set(torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__))
         self._skipping.set(torch.nn.Parameter, "__deepcopy__", self._for_real(torch.nn.Parameter.__deepcopy__))
+        named = torch.autograd.profiler.record_function  # a profiler's names for what happens: a fifth of the time of a step that computes nothing
+        self.ledger.set(named, "__enter__", _unless(named.__enter__, lambda _: self.tape.going))
+        self.ledger.set(named, "__exit__", _unless(named.__exit__, lambda name: name.record is None))
         self._mode = self.skeletons.mode()
         self._mode.off = True
         self._mode.__enter__()
@@ -248,15 +257,15 @@ class Again(Listener):
                 torch.compiler.set_stance("default")
             drawn = self._draws.compare(saved["random"]) if self._draws is not None else []
             if drawn:
-                self._refuse(f"the program draws random numbers itself ({' and '.join(drawn)}), in turns with what is skipped. Give its data set a "
+                self.refuse(f"the program draws random numbers itself ({' and '.join(drawn)}), in turns with what is skipped. Give its data set a "
                              f"generator of its own, or workers")
-            seam, world = Seam(saved, self.skeletons, self._origins, self._refuse), World().look(frame, self._also())
+            seam, world = Seam(saved, self.skeletons, self._origins, self.refuse), World().look(frame, self._also())
             seam.compare(world)
             self._leave_mode()
             self._skipping.restore()
             said = self.batches.go_on(saved["batches"])
             if said:
-                self._refuse("; ".join(said))
+                self.refuse("; ".join(said))
             seam.put_back(world)
             set_random_states(torch, saved["random"])
             self.files.go_on(saved["files"])
@@ -264,9 +273,9 @@ class Again(Listener):
                 self._quiet.ends()
             tape.record(Journal(self.journal, Place.from_json(saved["journal"])))
         except FlatoutError as error:
-            self._refuse(str(error))
+            self.refuse(str(error))
         except Exception as error:
-            self._refuse(f"flatout made a mistake ({type(error).__name__}: {error})")
+            self.refuse(f"flatout made a mistake ({type(error).__name__}: {error})")
         finally:
             tape.deaf -= 1
         self.saved = None
@@ -279,11 +288,6 @@ class Again(Listener):
             above.append(mode)
         for mode in reversed(above):
             torch.overrides._push_mode(mode)
-
-    def _refuse(self, why: str) -> NoReturn:
-        """Ends the process: nothing of the program may run with tensors that have no values."""
-        self.say(f"cannot go on exactly: {why}.")
-        os._exit(CannotResume.exit_code)
 
 
 def _without_step(really: Callable, tape: Tape) -> Callable:
@@ -311,5 +315,15 @@ def _heard(closure: Callable, tape: Tape) -> Callable:
             return closure()
         finally:
             tape.deaf = before
+
+    return call
+
+
+def _unless(really: Callable, skips: Callable[[Any], bool]) -> Callable:
+    @wraps(really)
+    def call(thing: Any, *args: Any) -> Any:
+        if not skips(thing):
+            return really(thing, *args)
+        return None if args else thing
 
     return call

@@ -72,7 +72,7 @@ def _frames(frame: FrameType | None) -> list[tuple[str, dict[str, Any], bool]]:
     while frame is not None:
         code = frame.f_code
         if code.co_flags & inspect.CO_OPTIMIZED and not is_torch(code.co_filename) and not code.co_filename.startswith((HOME, "<")):
-            found.append((code.co_qualname, variables_of(frame), is_users(code.co_filename)))
+            found.append((code.co_qualname, variables_of(frame, always=True), is_users(code.co_filename)))
         frame = frame.f_back
     counted: dict[str, int] = {}
     named = []
@@ -205,7 +205,7 @@ class _Walk:
 
     def _generator(self, path: str, generator: Any, users: bool, depth: int) -> None:
         if generator.gi_frame is not None and is_users(generator.gi_code.co_filename):
-            for name, value in variables_of(generator.gi_frame).items():
+            for name, value in variables_of(generator.gi_frame, always=True).items():
                 self._visit(f"{path}.{name}", value, users, depth)
 
     def _class(self, path: str, kind: Any, users: bool, depth: int) -> None:

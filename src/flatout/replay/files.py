@@ -1,0 +1,298 @@
+"""The files that a program writes and reads, so that it writes none of them twice, and reads what it read the first time.
+
+Recorded: which files and folders it has made, which it has written to, how the files stood that it read. On its way to a save it does not see what it has made
+already, and writes into a folder of ours instead. At the seam its open files are the real ones again: what they were appended after the save is cut off, since
+the program will write it again. What it has made after the save goes aside; what it has written anew since may not be read before it is written again.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import shutil
+import sys
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.overlay import Overlay
+from flatout.capture.shelter import Shelter
+from flatout.replay.tape import Tape
+
+READS = 4096  # files that are remembered
+
+
+class Files:
+    """``folder``: where a list of what was made lies, and the files of a replay. ``refuse`` does not return."""
+
+    def __init__(self, folder: Path, tape: Tape, refuse: Callable[[str], NoReturn]) -> None:
+        self.folder, self.tape, self.refuse = folder, tape, refuse
+        self.list = Path(f"{folder}.made")
+        self.overlay = Overlay(str(folder))
+        self.made: list[str] = []
+        self.written: dict[str, str] = {}  # path -> how it was opened last
+        self.reads: dict[str, list[list[int]]] = {}  # path -> size, time and how often it was read like that
+        self.future: dict[str, str] = {}  # what was written after the save, and may not be read before it is written again
+        self.looked: set[str] = set()  # files that it looked for before it began to train
+        self.by_itself = ""  # the one of them that it has saved to: it knows how to resume
+        self._looking = Ledger()
+        self._played: dict[str, int] = {}
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._ledger = Ledger()
+        self._shelter: Shelter | None = None
+
+    # -- both ---------------------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        ledger = self._ledger
+        ledger.set(builtins, "open", self._opened(builtins.open))
+        ledger.set(io, "open", builtins.open)
+        ledger.set(os, "mkdir", self._folder_made(os.mkdir))
+        for name in ("rename", "replace"):
+            ledger.set(os, name, self._renamed(getattr(os, name)))
+        for owner in (torch, torch.jit):
+            ledger.set(owner, "save", self._saved(owner.save))
+        ledger.set(torch, "load", self._loaded(torch.load))
+
+    def looks(self) -> None:
+        """Until the training begins: which files it looks for."""
+        self._looking.set(os, "stat", self._looked_for(os.stat))
+
+    def begins(self) -> None:
+        self._looking.restore()
+
+    def _looked_for(self, really: Callable) -> Callable:
+        @wraps(really)
+        def stat(path: Any, *args: Any, **kwargs: Any) -> Any:
+            key = None if kwargs or isinstance(path, int) else self._hears(path)
+            if key is not None and len(self.looked) < READS:
+                self.looked.add(key)
+            return really(path, *args, **kwargs)
+
+        return stat
+
+    def _hears(self, path: Any) -> str | None:
+        """The one name of a file of the program's; None for what is nobody's business."""
+        if not self.tape.hears or self.overlay.busy or self.overlay.is_outside(path) or is_library(path):
+            return None
+        return self.overlay.key(path)
+
+    def _opened(self, really: Callable) -> Callable:
+        @wraps(really)
+        def open_heard(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+            key = self._hears(file)
+            if key is None:
+                return really(file, mode, *args, **kwargs)
+            if set(str(mode)) & set("wax+"):
+                self._writes(key, str(mode))
+                handle = really(file, mode, *args, **kwargs)
+                self._open.add(handle)
+                return handle
+            self._read(key)
+            return really(file, mode, *args, **kwargs)
+
+        return open_heard
+
+    def _folder_made(self, really: Callable) -> Callable:
+        @wraps(really)
+        def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
+            key = self._hears(path) if kwargs.get("dir_fd") is None else None
+            really(path, *args, **kwargs)
+            if key is not None:
+                self._makes(key)
+
+        return mkdir
+
+    def _renamed(self, really: Callable) -> Callable:
+        @wraps(really)
+        def rename(src: Any, dst: Any, **kwargs: Any) -> None:
+            key = self._hears(dst)
+            if key is not None:
+                self._writes(key, "w")
+            really(src, dst, **kwargs)
+
+        return rename
+
+    def _saved(self, really: Callable) -> Callable:
+        @wraps(really)
+        def save(thing: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            key = self._hears(f) if isinstance(f, (str, os.PathLike)) else None
+            if key is not None:
+                self._writes(key, "w")
+                if key in self.looked:
+                    self.by_itself = key
+            if self.tape.going and self.tape.hears:
+                return self._as_if_saved(key)
+            return really(thing, f, *args, **kwargs)
+
+        return save
+
+    def _loaded(self, really: Callable) -> Callable:
+        @wraps(really)
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            key = self._hears(f) if isinstance(f, (str, os.PathLike)) else None
+            if key is not None:
+                self._read(key)
+                if not self.tape.steps:
+                    self.looked.add(key)
+            self.tape.deaf += 1
+            try:
+                return really(f, *args, **kwargs)
+            finally:
+                self.tape.deaf -= 1
+
+        return load
+
+    def _writes(self, key: str, mode: str) -> None:
+        self.written[key] = mode
+        self.future.pop(key, None)
+        with self.overlay.looking():
+            there = os.path.lexists(key)
+        if not there and not self.tape.going:
+            self._makes(key)
+
+    def _makes(self, key: str) -> None:
+        if key not in self.made:
+            self.made.append(key)
+            if not self.tape.going:
+                with self.overlay.looking(), open(self.list, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(key) + "\n")
+
+    def _read(self, key: str) -> None:
+        stands = _stands(self.overlay, key)
+        if self.tape.going:
+            self._read_again(key, stands)
+            return
+        if key in self.future:
+            self.refuse(f"the program reads {os.path.relpath(key)}, which it had written after the save that it goes on from")
+        known = self.reads.get(key)
+        if known and known[-1][:2] == stands:
+            known[-1][2] += 1
+        elif known is not None or len(self.reads) < READS:
+            self.reads.setdefault(key, []).append([*stands, 1])
+
+    # -- a save -------------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Between two steps. What lies in the program's own buffers is written out, so that the length of a file is its length."""
+        for handle in list(self._open):
+            if not handle.closed:
+                handle.flush()
+        open_now = {key for handle in self._open if not handle.closed and (key := self.overlay.key(handle.name)) is not None}
+        return {"made": list(self.made), "looked": sorted(self.looked), "reads": {key: [list(each) for each in reads] for key, reads in self.reads.items()},
+                "written": {key: [mode, key in open_now, *_stands(self.overlay, key)] for key, mode in self.written.items()}}
+
+    def ended(self) -> None:
+        """Nobody goes on from here."""
+        self._ledger.restore()
+        self.list.unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # -- playing back -------------------------------------------------------------------------------------------------------
+
+    def play(self, state: dict[str, Any]) -> None:
+        """Nothing that the program has made is seen, until it makes it again."""
+        self.reads = state["reads"]
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._shelter = Shelter(str(self.folder), self._ledger)
+        self._shelter.overlay = self.overlay
+        for key in self._all_made():
+            self.overlay._note(key, None)
+        self._shelter.install(torch)
+
+    def _all_made(self) -> list[str]:
+        try:
+            return [json.loads(line) for line in self.list.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError):
+            return []
+
+    def _as_if_saved(self, key: str | None) -> None:
+        """What is on the disk is what the program has written, or what it wrote later."""
+        if key is not None and key in self.overlay.moved:
+            del self.overlay.moved[key]
+
+    def _read_again(self, key: str, stands: list[int]) -> None:
+        if self.overlay.moved.get(key) is not None:
+            return  # it reads what it has written on this way
+        number, reads = self._played.get(key, 0), self.reads.get(key, [])
+        self._played[key] = number + 1
+        for *stood, times in reads:
+            if number < times:
+                if stood != stands:
+                    self.refuse(f"{os.path.relpath(key)} has changed since the program read it")
+                return
+            number -= times
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """The real files take the place of those that were written on the way."""
+        self._ledger.restore()
+        handles = [handle for handle in self._open if not handle.closed]
+        aside = Path(f"{self.folder}.after")
+        made, all_made = state["made"], self._all_made()
+        for key in reversed([key for key in all_made if key not in set(made)]):
+            _put_aside(key, aside)
+        self.list.write_text("".join(json.dumps(key) + "\n" for key in made), encoding="utf-8")
+        for key, (mode, was_open, *stood) in state["written"].items():
+            now = _stands(self.overlay, key)
+            if now == stood:
+                continue
+            if (was_open or "a" in mode) and now[0] >= stood[0] >= 0:
+                os.truncate(key, stood[0])
+            else:
+                self.future[key] = mode
+        for handle in handles:
+            self._becomes_real(handle, state["written"])
+        self.looked = set(state["looked"])
+        self.made, self.written = list(made), {key: told[0] for key, told in state["written"].items()}
+        self.overlay = Overlay(str(self.folder))
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.install()
+
+    def _becomes_real(self, handle: Any, written: dict[str, Any]) -> None:
+        target = os.path.realpath(handle.name)
+        key = next((key for key, lies in self.overlay.moved.items() if lies is not None and os.path.realpath(lies) == target), None)
+        if key is None or key not in written:
+            return
+        handle.flush()
+        flags = os.O_RDWR if "+" in handle.mode else os.O_WRONLY
+        try:
+            real = os.open(key, flags | os.O_CREAT | (os.O_APPEND if "a" in handle.mode else 0), 0o666)
+            os.lseek(real, 0, os.SEEK_END)
+            os.dup2(real, handle.fileno())
+            os.close(real)
+        except OSError as error:
+            self.refuse(f"{os.path.relpath(key)} cannot be opened any more: {error.strerror}")
+
+
+def is_library(path: Any) -> bool:
+    text = os.fsdecode(os.fspath(path)) if isinstance(path, (str, bytes, os.PathLike)) else ""
+    return text.startswith((sys.prefix, sys.base_prefix)) or "__pycache__" in text or "/site-packages/" in text or "/.flatout/" in text
+
+
+def _stands(overlay: Overlay, key: str) -> list[int]:
+    """Length and time of a file; -1 where there is none."""
+    with overlay.looking():
+        try:
+            found = os.stat(key)
+        except OSError:
+            return [-1, -1]
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _put_aside(key: str, aside: Path) -> None:
+    """What was made after the save; a folder only where it is empty."""
+    try:
+        if os.path.isdir(key) and not os.path.islink(key):
+            os.rmdir(key)
+        elif os.path.lexists(key):
+            aside.mkdir(parents=True, exist_ok=True)
+            os.replace(key, aside / f"{len(os.listdir(aside))}-{os.path.basename(key)}")
+    except OSError:
+        pass  # what cannot be moved stays
