@@ -100,14 +100,29 @@ def speaks_first(path: str) -> bool:
 
 
 def keeps_first(path: str) -> bool:
-    """Whether this process is the one of a run whose training is kept."""
-    return _is_first(f"{path}.kept")
+    """Whether this process is the one of a run whose training is kept: the first that asks; the next one where that has died, and the program was started again."""
+    return _is_first(f"{path}.kept") or (_is_of_the_dead(f"{path}.kept") and _is_first(f"{path}.kept"))
 
 
 def _is_first(claim: str) -> bool:
     try:
-        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        handle = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     except OSError:
+        return False
+    with open(handle, "w", encoding="ascii") as file:
+        file.write(str(os.getpid()))
+    return True
+
+
+def _is_of_the_dead(claim: str) -> bool:
+    """Whether who made a claim lives no more; then nobody has made it."""
+    try:
+        with open(claim, encoding="ascii") as file:
+            owner = int(file.read())
+        if os.path.exists(f"/proc/{owner}") or not os.path.isdir("/proc/self"):
+            return False
+        os.unlink(claim)
+    except (OSError, ValueError):
         return False
     return True
 

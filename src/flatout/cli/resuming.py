@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import os
 import sys
+import traceback
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,6 +35,8 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
 
     from flatout.replay.again import Again
 
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        return None  # ranks meet, and what is gone through again would meet nobody
     if (started := sys.modules.get("multiprocessing.process")) is not None and started.parent_process() is not None:
         return None
     pulse.goes_on_exactly()
@@ -74,8 +77,19 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
 
 def _ended(again: Again) -> None:
     """At the end of the process; one that has failed is gone on with."""
-    if os.getpid() == again.pid and getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
+    if os.getpid() != again.pid:
+        return
+    failure = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if again.going:
+        what = f"failed with {type(failure).__name__}: {failure}{_place_of(failure)}" if failure is not None else "came to its end"
+        again.refuse(f"before the program had come to the place of the save, it {what}")
+    if failure is None:
         again.ended()
+
+
+def _place_of(failure: BaseException) -> str:
+    frames = [frame for frame in traceback.extract_tb(failure.__traceback__) if is_users(frame.filename)]
+    return f", at {os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
 class Told:
@@ -83,17 +97,22 @@ class Told:
 
     def __init__(self, again: Again, journal: str) -> None:
         self.again, self.journal = again, journal
-        self._why_not = ""
+        self._why_not, self._told = "", False
 
     def beside(self, frame: Any) -> tuple[dict[str, Any], str]:
         found, why_not = self.again.beside(frame)
-        if why_not and why_not != self._why_not:
+        by_itself = self.again.files.by_itself
+        if by_itself and not self._told:
+            say_at_once(f"this program resumes by itself, from {os.path.relpath(by_itself)}: that is left to it")
+            pulse.goes_on_exactly(False)
+        elif why_not and why_not != self._why_not:
             say_at_once(f"from here on this program could not be gone on with exactly: {why_not}")
+        self._told = bool(by_itself)
         self._why_not = why_not
         return found, self._why_not
 
     def told(self) -> dict[str, Any]:
-        return {"journal": self.journal, "sources": sources(), "by itself": self.again.files.by_itself}
+        return {"journal": self.journal, "program": sys.orig_argv, "sources": sources(), "by itself": self.again.files.by_itself}
 
     def kept(self, step: int) -> None:
         if not self._why_not:
@@ -113,6 +132,8 @@ def newest_exact(folder: Path) -> Save | None:
         told = save.manifest.told
         if told.get("by itself"):
             return None
+        if told.get("program") != sys.orig_argv:
+            continue
         if told.get("exact") == "" and type(told.get("journal")) is str and (folder / Path(told["journal"]).name).is_file():
             return save
     return None

@@ -92,10 +92,10 @@ def begin(folder: str) -> Pulse:
 _exactly = False
 
 
-def goes_on_exactly() -> None:
-    """This program is gone on with from saves of ours; what it saves itself does not count."""
+def goes_on_exactly(exactly: bool = True) -> None:
+    """Whether this program is gone on with from saves of ours: then what it saves itself does not count."""
     global _exactly
-    _exactly = True
+    _exactly = exactly
 
 
 def saved(step: int | None = None) -> None:

@@ -178,7 +178,7 @@ class Again(Listener):
         self.batches.fetched = set(state["batches"]["fetched"])
         set_random_states(torch, state["start"])
         Skeleton.tripped = staticmethod(lambda what: self.refuse(f"{what} of a tensor that was not kept"))  # type: ignore[method-assign]
-        self._quiet = None if shows else Quiet()
+        self._quiet = Quiet(self.refuse, shows)
         self.files.play(state["files"])
         self._skipping.set(torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__))
         self._skipping.set(torch.nn.Parameter, "__deepcopy__", self._for_real(torch.nn.Parameter.__deepcopy__))
@@ -269,8 +269,8 @@ class Again(Listener):
             seam.put_back(world)
             set_random_states(torch, saved["random"])
             self.files.go_on(saved["files"])
-            if self._quiet is not None:
-                self._quiet.ends()
+            assert self._quiet is not None
+            self._quiet.ends()
             tape.record(Journal(self.journal, Place.from_json(saved["journal"])))
         except FlatoutError as error:
             self.refuse(str(error))

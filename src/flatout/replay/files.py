@@ -26,6 +26,7 @@ from flatout.capture.overlay import Overlay
 from flatout.capture.shelter import Shelter
 from flatout.replay.tape import Tape
 
+os_scandir = os.scandir
 READS = 4096  # files that are remembered
 
 
@@ -206,6 +207,22 @@ class Files:
         for key in self._all_made():
             self.overlay._note(key, None)
         self._shelter.install(torch)
+        self._ledger.set(os, "listdir", self._listed(os.listdir))
+        self._ledger.set(os, "scandir", lambda path=".": Entries(self, os_scandir(path), path))
+
+    def _listed(self, really: Callable) -> Callable:
+        @wraps(really)
+        def listdir(path: Any = None) -> Any:
+            return [name for name in really(path) if not self.hides(path, name)]
+
+        return listdir
+
+    def hides(self, folder: Any, name: Any) -> bool:
+        """Whether something in a folder was made by the program, and has not been made again yet."""
+        if isinstance(folder, int) or isinstance(name, bytes) or not self.overlay.moved or self.overlay.busy:
+            return False
+        key = self.overlay.key(os.path.join(os.fspath(folder or "."), name))
+        return key in self.overlay.moved and self.overlay.moved[key] is None
 
     def _all_made(self) -> list[str]:
         try:
@@ -269,6 +286,30 @@ class Files:
             os.close(real)
         except OSError as error:
             self.refuse(f"{os.path.relpath(key)} cannot be opened any more: {error.strerror}")
+
+
+class Entries:
+    """In the place of `os.scandir`."""
+
+    def __init__(self, files: Files, entries: Any, folder: Any) -> None:
+        self.files, self.entries, self.folder = files, entries, folder
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        while self.files.hides(self.folder, (entry := next(self.entries)).name):
+            pass
+        return entry
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *what: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.entries.close()
 
 
 def is_library(path: Any) -> bool:

@@ -26,6 +26,8 @@ VALUES = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__
 SHAPES = ("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave")
 CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "process_time_ns", "thread_time", "strftime",
           "ctime", "localtime", "gmtime", "asctime")
+DATES = {"datetime": ("now", "utcnow", "today"), "date": ("today",)}
+OF_DEVICES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info")
 
 
 class Hearing:
@@ -44,12 +46,19 @@ class Hearing:
                     ledger.set(owner, name, self._shape(getattr(owner, name)))
         ledger.set(torch.Tensor, "__getitem__", self._indexed(torch.Tensor.__getitem__))
         self._install_clocks()
+        for name in OF_DEVICES:
+            ledger.set(torch.cuda, name, Clock(getattr(torch.cuda, name), self.tape))
+        ledger.set(torch.cuda.Event, "elapsed_time", self._value(torch.cuda.Event.elapsed_time))
 
     def _install_clocks(self) -> None:
         clocks = sys.modules["time"]
         for name in CLOCKS:
             if hasattr(clocks, name):
                 self.ledger.set(clocks, name, Clock(getattr(clocks, name), self.tape))
+        calendar = sys.modules.get("datetime")
+        if calendar is not None:
+            for name, readings in DATES.items():
+                self.ledger.set(calendar, name, _dated(getattr(calendar, name), readings, self.tape))
 
     # -- wrappers -----------------------------------------------------------------------------------------------------------
 
@@ -166,3 +175,32 @@ class Clock:
         value = self._really(*args, **kwargs)
         tape.put(list(value) if isinstance(value, tuple) else value, frame.f_lasti)
         return value
+
+
+def _dated(really: Any, readings: tuple[str, ...], tape: Tape) -> Any:
+    """A class of `datetime` whose own readings of the clock are heard; to everybody else it is the same class."""
+
+    class Same(type):
+        def __instancecheck__(cls, thing: Any) -> bool:
+            return isinstance(thing, really)
+
+        def __subclasscheck__(cls, kind: Any) -> bool:
+            return issubclass(kind, really)
+
+    def reading(name: str) -> Any:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            if tape.deaf or not is_users(frame.f_code.co_filename) or threading.get_ident() != tape.main:
+                return getattr(really, name)(*args, **kwargs)
+            if tape.going:
+                told = really.fromisoformat(tape.take(frame.f_lasti))
+                zone = kwargs.get("tz", args[0] if args else None)
+                return told.astimezone(zone) if zone is not None else told
+            found = getattr(really, name)(*args, **kwargs)
+            tape.put(found.isoformat(), frame.f_lasti)
+            return found
+
+        return staticmethod(read)
+
+    names = {"__new__": lambda cls, *args, **kwargs: really(*args, **kwargs), "__module__": "datetime", "__qualname__": really.__name__}
+    return Same(really.__name__, (really,), {**names, **{name: reading(name) for name in readings}})

@@ -1,21 +1,40 @@
-"""Keeps a program from printing again what it has printed already."""
+"""Keeps a program from doing again what it has done already outside of itself, and from hearing there what it had not heard: printing, and the network."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from flatout.capture.ledger import Ledger
 
+HERE = ("127.", "::1", "localhost")
+
 
 class Quiet:
-    """Until `ends`."""
+    """Until `ends`. ``shows``: what the program prints is shown again. ``refuse`` is called where it reaches out of the machine, and does not return."""
 
-    def __init__(self) -> None:
+    def __init__(self, refuse: Callable[[str], NoReturn], shows: bool) -> None:
+        self.refuse, self.on = refuse, True
         self._ledger = Ledger()
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                self._ledger.set(stream, "write", len, new=True)
-                self._ledger.set(stream, "writelines", lambda lines: None, new=True)
+            if stream is not None and not shows:
+                self._ledger.set(stream, "write", self._unless(stream.write), new=True)
+        sockets = sys.modules.get("socket")
+        if sockets is not None:
+            self._ledger.set(sockets.socket, "connect", self._within(sockets.socket.connect))
 
     def ends(self) -> None:
+        self.on = False  # for those who have taken a function and keep it
         self._ledger.restore()
+
+    def _unless(self, write: Callable[[str], int]) -> Callable[[str], int]:
+        return lambda text: len(text) if self.on else write(text)
+
+    def _within(self, connect: Callable) -> Callable:
+        def connect_here(socket: Any, address: Any) -> Any:
+            if self.on and isinstance(address, tuple) and not str(address[0]).startswith(HERE):
+                self.refuse(f"the program asks {address[0]} over the network, which may answer otherwise than it did the first time")
+            return connect(socket, address)
+
+        return connect_here

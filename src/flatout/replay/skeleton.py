@@ -126,7 +126,8 @@ class Skeletons:
         if name.startswith(("_foreach_", "_fused_", "_amp_")):
             return self._many(name, func, args, kwargs)
         if (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE:
-            return self._written(name, func, [args[0]], args, kwargs, args[0])
+            target = args[0] if args else next(iter(_tensors([*kwargs.values()])))
+            return self._written(name, func, [target], args, kwargs, target)
         return self._answered(name, func, args, kwargs)
 
     def _property(self, name: str, func: Any, tensor: Any) -> Any:

@@ -1,0 +1,114 @@
+"""What was put on a tape is taken from it in the same order, and only by a program that goes the same way."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.replay.tape import Large, Tape
+from flatout.state.journal import Journal, read_journal
+
+PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.binary(max_size=20), st.complex_numbers(allow_nan=False),
+                  st.lists(st.floats(allow_nan=False), max_size=5), st.lists(st.integers(-5, 5), max_size=5).map(lambda row: numpy.array(row, "int32")))
+
+
+class Refused(Exception):
+    pass
+
+
+def refuse(why):
+    raise Refused(why)
+
+
+def recorded(path, way):
+    tape = Tape(refuse, print)
+    tape.record(Journal(path))
+    go(tape, way, tape.put)
+    return tape.write(), tape.events
+
+
+def go(tape, way, hand_over):
+    found = []
+    for what, value in way:
+        if what == "value":
+            found.append(hand_over(value, len(found) % 7))
+        elif what == "event":
+            tape.event(value)
+        else:
+            tape.mark()
+    return found
+
+
+def played(path, place, events):
+    tape = Tape(refuse, print)
+    tape.play(read_journal(path, place), events + 1)
+    return tape
+
+
+WAYS = st.lists(
+    st.one_of(st.tuples(st.just("value"), PLAIN), st.tuples(st.just("event"), st.integers(0, 9)), st.tuples(st.just("step"), st.none())),
+    max_size=40)
+
+
+@given(way=WAYS)
+def test_the_same_way_gives_the_same_values(tmp_path_factory, way):
+    path = tmp_path_factory.mktemp("tape") / "j"
+    tape = played(path, *recorded(path, way))
+    found = go(tape, way, lambda value, at: tape.take(at))
+    for before, now in zip([value for what, value in way if what == "value"], found, strict=True):
+        assert type(before) is type(now)
+        assert repr(before) == repr(now)
+    assert tape.event(0)
+    tape.end()
+    assert not tape.going
+
+
+@given(way=WAYS, more=st.integers(0, 9))
+def test_another_event_is_noticed_at_the_end_of_the_step(tmp_path_factory, way, more):
+    path = tmp_path_factory.mktemp("tape") / "j"
+    tape = played(path, *recorded(path, [*way, ("step", None)]))
+    tape.event(more)
+    with pytest.raises(Refused, match=r"another way|more than it did"):
+        go(tape, [*way, ("step", None)], lambda value, at: tape.take(at))
+
+
+def test_values_that_are_left_over_or_missing_are_noticed(tmp_path):
+    place, events = recorded(tmp_path / "j", [("value", 1.0), ("value", 2.0)])
+    tape = played(tmp_path / "j", place, events)
+    assert tape.take(0) == 1.0
+    with pytest.raises(Refused, match="has not asked for 1 values"):
+        tape.end()
+    assert tape.take(1) == 2.0
+    with pytest.raises(Refused, match="more than it did the first time"):
+        tape.take(2)
+
+
+def test_exceptions_and_large_values(tmp_path):
+    tape = Tape(refuse, print)
+    tape.record(Journal(tmp_path / "j"))
+    tape.put(ValueError("of two"), 1)
+    tape.put(numpy.zeros(1 << 20), 2)
+    tape.put(math.nan, 3)
+    tape = played(tmp_path / "j", tape.write(), 0)
+    error = tape.take(1)
+    assert type(error) is ValueError
+    assert str(error) == "of two"
+    assert isinstance(tape.take(2), Large)
+    assert math.isnan(tape.take(3))
+
+
+def test_another_thread_and_our_own_work_are_nobodys_business(tmp_path):
+    from threading import Thread
+
+    tape, heard = Tape(refuse, print), []
+    assert tape.hears
+    thread = Thread(target=lambda: heard.append(tape.hears))
+    thread.start()
+    thread.join()
+    tape.deaf += 1
+    assert heard == [False]
+    assert not tape.hears

@@ -1,0 +1,107 @@
+"""A journal gives back what was appended, up to any place that was noted, or says why not."""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.plan.errors import SaveError, StorageError
+from flatout.state import journal
+from flatout.state.journal import Entries, Journal, Place, read_journal
+
+LONG = st.integers(-(1 << 63), (1 << 63) - 1)
+FLOATS = st.floats(allow_nan=True)
+
+
+@st.composite
+def entries(draw):
+    codes = draw(st.binary(max_size=20))
+    found = Entries(bytearray(codes), bytearray(draw(st.binary(min_size=len(codes), max_size=len(codes)))))
+    found.floats.extend(draw(st.lists(FLOATS, max_size=5)))
+    found.integers.extend(draw(st.lists(LONG, max_size=5)))
+    found.longer.extend(draw(st.lists(st.binary(max_size=40), max_size=4)))
+    return found
+
+
+def columns(found):
+    return bytes(found.codes), bytes(found.checks), found.floats.tobytes(), list(found.integers), list(found.longer)
+
+
+def together(blocks):
+    whole = Entries()
+    for block in blocks:
+        whole.take_up(block.to_bytes())
+    return columns(whole)
+
+
+@given(blocks=st.lists(entries(), max_size=4), at=st.integers(0, 4))
+def test_what_was_appended_is_read_up_to_a_place(tmp_path_factory, blocks, at):
+    path = tmp_path_factory.mktemp("journal") / "j"
+    writer, places = Journal(path), []
+    places.append(writer.place)
+    for block in blocks:
+        writer.append(block)
+        places.append(writer.place)
+    writer.close()
+    at = min(at, len(blocks))
+    assert columns(read_journal(path, places[at])) == together(blocks[:at])
+    again = Journal(path, places[at])  # what came after it is cut off
+    again.append(Entries(bytearray(b"\1"), bytearray(b"\2")))
+    assert bytes(read_journal(path, again.place).codes)[-1:] == b"\1"
+    assert len(read_journal(path, again.place).codes) == sum(len(block.codes) for block in blocks[:at]) + 1
+    again.close()
+
+
+@given(where=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_a_bit_that_has_turned_is_found(tmp_path_factory, where, bit):
+    path = tmp_path_factory.mktemp("journal") / "j"
+    writer = Journal(path)
+    for number in range(3):
+        block = Entries(bytearray(b"abc"), bytearray(b"xyz"), longer=[b"long" * number])
+        block.floats.extend([1.5, math.inf])
+        writer.append(block)
+    writer.close()
+    data = bytearray(path.read_bytes())
+    data[where % len(data)] ^= 1 << bit
+    path.write_bytes(data)
+    with pytest.raises(SaveError, match=r"journal|is no"):
+        read_journal(path, writer.place)
+
+
+def test_a_journal_that_ends_early_or_is_of_another_run_is_refused(tmp_path):
+    writer = Journal(tmp_path / "j")
+    writer.append(Entries(bytearray(b"a"), bytearray(b"b")))
+    os.truncate(tmp_path / "j", writer.place.bytes - 1)
+    with pytest.raises(SaveError, match="bytes, and the save was made at"):
+        read_journal(tmp_path / "j", writer.place)
+    other = Journal(tmp_path / "k")
+    other.append(Entries(bytearray(b"c"), bytearray(b"d")))
+    with pytest.raises(SaveError, match="another run"):
+        read_journal(tmp_path / "k", Place(other.place.bytes, other.place.digest ^ 1))
+    with pytest.raises(SaveError, match="cannot be read"):
+        read_journal(tmp_path / "none", other.place)
+    with pytest.raises(SaveError, match="no place"):
+        Place.from_json({"bytes": "1", "digest": 0})
+
+
+def test_columns_that_lie_about_their_length_are_refused(tmp_path):
+    payload = bytearray(Entries(bytearray(b"a"), bytearray(b"b"), longer=[b"xyz"]).to_bytes())
+    for at in range(0, 16, 4):
+        broken = bytes(payload[:at]) + b"\xff\xff\xff\x7f" + bytes(payload[at + 4:])
+        path = tmp_path / str(at)
+        digest = zlib.crc32(broken)
+        path.write_bytes(journal.HEADER + journal.BLOCK.pack(len(broken), digest) + broken)
+        with pytest.raises(SaveError, match="broken"):
+            read_journal(path, Place(path.stat().st_size, digest))
+
+
+def test_a_journal_has_a_measure(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "MOST_BYTES", 100)
+    writer = Journal(tmp_path / "j")
+    with pytest.raises(StorageError, match="more than"):
+        writer.append(Entries(longer=[b"x" * 200]))
