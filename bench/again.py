@@ -43,6 +43,7 @@ from flatout.state.journal import BLOCK, HEADER, Entries
 
 FIRST_SAVE_S, SEAM_S = 240.0, 420.0
 REFUSED = 10  # exit code
+ANEW = "flatout: rescue keeps "  # said after a first step
 GOES_ON = re.compile(r"flatout: going on exactly after step (\d+)")
 TIMES = re.compile(r"""
     (?: time | data ) \s+ [\d.]+ \s* \( \s* [\d.]+ \s* \)
@@ -86,13 +87,15 @@ class Training:
                                        start_new_session=True)
             try:
                 ready = (lambda: bool(self.exact())) if number == 0 else lambda: GOES_ON.search(err.read_text(errors="replace")) is not None
-                wait_for(lambda: ready() or process.poll() is not None, FIRST_SAVE_S if number == 0 else SEAM_S)
+                anew = lambda: bool(number) and ANEW in err.read_text(errors="replace")  # noqa: E731
+                wait_for(lambda: ready() or process.poll() is not None or anew(), FIRST_SAVE_S if number == 0 else SEAM_S)
                 ready_s = time.monotonic()
                 life["ready_s"] = round(ready_s - began_s, 2)
                 if number == 0:
                     self.first_save_s = ready_s - began_s
                 if not ready():
-                    return {**life, **self._why_not(number, process.poll(), err)}
+                    silent = {"verdict": "WRONG", "why": "it began anew without a word"}
+                    return {**life, **(silent if anew() else self._why_not(number, process.poll(), err))}
                 if self.rng.random() < 0.8:  # else there is little to go through again
                     known = max(self.exact())
                     wait_for(lambda: process.poll() is not None or max(self.exact(), default=0) > known, self.later_s)
@@ -210,11 +213,13 @@ def measure(script: dict[str, Any], home: Path, original: Path, options: argpars
     folder, top, rng = home / script["cwd"], Path(script["cwd"]).parts[0], random.Random(f"{options.seed} {script['name']}")
     trainings: list[list[dict[str, Any]]] = []
     with tempfile.TemporaryDirectory(prefix="again-") as text:
+        later_s = options.later
         while kills_of(trainings) < options.kills:
             place = Path(text) / str(len(trainings))
+            shutil.rmtree(place, ignore_errors=True)
             place.mkdir()
             as_it_was(home, original, top)
-            training = Training(script, folder, place, rng, options.span, options.later)
+            training = Training(script, folder, place, rng, options.span, later_s)
             ends = [signal.SIGKILL] * min(options.lives, options.kills - kills_of(trainings)) + [signal.SIGTERM] * 2
             lives: list[dict[str, Any]] = []
             trainings.append(lives)
@@ -222,6 +227,9 @@ def measure(script: dict[str, Any], home: Path, original: Path, options: argpars
                 lives.append(training.live(number, how))
                 if "verdict" in lives[-1] or lives[-1]["by_itself"]:
                     break
+            if len(lives) == 1 and lives[0].get("by_itself") and later_s > 1.0:  # it has come to its end before it was killed
+                later_s /= 2
+                trainings.pop()
         kept = [life for lives in trainings for life in lives if life.get("kept")]
         optimizers = max((life["optimizers"] for life in kept), default=0)
         count = (max((life["kept"] for life in kept), default=0) + 2) * max(optimizers, 1)
@@ -274,8 +282,6 @@ def rows_of(lives: list[dict[str, Any]], alone: Alone | None, place: Path) -> It
             yield {**row, "verdict": "failed", "why": life["not_kept"]}
             continue
         about = judged({"step": life["kept"], "updated": life["updated"]}, alone.weights, set(life["weights"]), alone.events)
-        if about["verdict"] == "failed" and life["by_itself"] and life["kept"] * alone.events == len(alone.weights) + 1:
-            about = {**about, "verdict": "same"}
         text = (place / f"{life['number']}.out").read_bytes().decode(errors="replace")
         lines = lines_differ(text, alone.text, alone.between(life["seam"]))
         verdict = "WRONG" if about["verdict"] == "differs" or lines else about["verdict"]
