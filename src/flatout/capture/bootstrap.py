@@ -100,7 +100,7 @@ def speaks_first(path: str) -> bool:
 
 
 def keeps_first(path: str) -> bool:
-    """Whether this process is the one of a run whose training is kept: the first that asks; the next one where that has died, and the program was started again."""
+    """Whether this process is the one of a run whose training is kept: the first that asks, or after its death the next."""
     return _is_first(f"{path}.kept") or (_is_of_the_dead(f"{path}.kept") and _is_first(f"{path}.kept"))
 
 
@@ -109,8 +109,11 @@ def _is_first(claim: str) -> bool:
         handle = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     except OSError:
         return False
-    with open(handle, "w", encoding="ascii") as file:
-        file.write(str(os.getpid()))
+    try:
+        os.write(handle, str(os.getpid()).encode())
+    except OSError:
+        pass  # a disk that is full; then it stays first
+    os.close(handle)
     return True
 
 

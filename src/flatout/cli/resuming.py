@@ -22,6 +22,8 @@ from flatout.plan.errors import CannotResume, FlatoutError, SaveError
 from flatout.state.drift import drift, surroundings
 from flatout.state.saves import Save, Saves, believed
 
+unlink = os.unlink  # as it is before the program's files are looked after
+
 if TYPE_CHECKING:
     from flatout.replay.again import Again
 
@@ -29,7 +31,8 @@ JOURNAL = "journal-"
 
 
 def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: Mapping[str, Any]) -> Again | None:
-    """``asked``: ``anew``; ``shows``; ``insists``: what cannot be gone on with exactly is not begun anew. None where this is no process whose training could be
+    """``asked``: ``anew``; ``shows``; ``rescue``: saves are wanted also where nobody goes on from them; ``insists``: what cannot be gone on with exactly is not
+    begun anew. None where this is no process whose training could be
     recorded."""
     import torch
 
@@ -49,7 +52,7 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
         """Ends the process: nothing of the program may run with tensors that have no values."""
         then = "`flatout rescue` lists what is kept; `flatout run --resume --anew` begins anew"
         if not asked["insists"]:
-            journal.unlink(missing_ok=True)
+            unlink(journal)
             then = "It begins anew when it is started again; `flatout rescue` lists what is kept"
         say_at_once(f"cannot go on exactly: {why}. {then}.")
         os._exit(CannotResume.exit_code)
@@ -58,6 +61,14 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
         say_at_once(f"going on exactly after step {save.step if save is not None else 0}")
         pulse.goes_on_here()
         at_seam()
+
+    def left_alone(sentence: str) -> None:
+        say_at_once(sentence)
+        pulse.goes_on_exactly(False)
+        pulse.saved()  # the file that has shown it
+        if not asked["rescue"]:
+            rescue.leave()
+            rescue.may_begin = lambda: False
 
     state = None
     if save is None:
@@ -69,7 +80,7 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
             state = save.read(torch)["exact"]
         except FlatoutError as error:
             refuse(str(error).rstrip("."))
-    again = Again(journal, state, rescue, ledger, say_at_once, refuse, own_generators, seam, asked["shows"])
+    again = Again(journal, state, rescue, ledger, say_at_once, refuse, own_generators, seam, left_alone, asked["shows"])
     atexit.register(_ended, again)
     rescue.beside, rescue.goes_on = Told(again, journal.name), save.step if save is not None else None
     return again
@@ -97,25 +108,20 @@ class Told:
 
     def __init__(self, again: Again, journal: str) -> None:
         self.again, self.journal = again, journal
-        self._why_not, self._told = "", False
+        self._why_not = ""
 
     def beside(self, frame: Any) -> tuple[dict[str, Any], str]:
         found, why_not = self.again.beside(frame)
-        by_itself = self.again.files.by_itself
-        if by_itself and not self._told:
-            say_at_once(f"this program resumes by itself, from {os.path.relpath(by_itself)}: that is left to it")
-            pulse.goes_on_exactly(False)
-        elif why_not and why_not != self._why_not:
+        if why_not and why_not != self._why_not and not self.again.tape.broken:
             say_at_once(f"from here on this program could not be gone on with exactly: {why_not}")
-        self._told = bool(by_itself)
         self._why_not = why_not
         return found, self._why_not
 
     def told(self) -> dict[str, Any]:
-        return {"journal": self.journal, "program": sys.orig_argv, "sources": sources(), "by itself": self.again.files.by_itself}
+        return {"journal": self.journal, "program": sys.orig_argv, "sources": sources()}
 
     def kept(self, step: int) -> None:
-        if not self._why_not:
+        if not self._why_not and not self.again.tape.broken:
             pulse.saved(step)
 
     def flush(self) -> None:
@@ -130,8 +136,6 @@ def newest_exact(folder: Path) -> Save | None:
         except SaveError:
             continue
         told = save.manifest.told
-        if told.get("by itself"):
-            return None
         if told.get("program") != sys.orig_argv:
             continue
         if told.get("exact") == "" and type(told.get("journal")) is str and (folder / Path(told["journal"]).name).is_file():

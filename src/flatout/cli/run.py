@@ -76,13 +76,13 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
         _say(f"{remark}; running it as it is. To tune: flatout tune {' '.join(cmd.shown)}")
     elif remark:
         _say(remark)
-    more = {"watch": known_ideal(cmd) if watch else None, "rescue": str(rescue_folder(cmd)) if rescue or resume or watched.asked else None,
-            "resume": {"anew": anew, "shows": replay_output, "insists": not watched.asked} if resume or watched.asked else None}
-    rescue = rescue or resume or watched.asked
+    keeps = rescue or resume or watched.asked
+    more = {"watch": known_ideal(cmd) if watch else None, "rescue": str(rescue_folder(cmd, asked=rescue or resume)) if keeps else None,
+            "resume": {"anew": anew, "shows": replay_output, "rescue": rescue, "insists": not watched.asked} if resume or watched.asked else None}
     if asked.several or place is not None:
         return _run_as_ranks(cmd, facts, plan or Plan(), chosen, asked, place, more, watched)
     becomes = watched.over(cmd, job_folder(cmd).path / "incidents.jsonl")
-    if not watch and not rescue and not (plan is not None and len(plan)):
+    if not watch and not keeps and not (plan is not None and len(plan)):
         _become(becomes, {**_listening(), **watched.environment})
     if cmd.closed:
         _say(f"nothing can be applied: `python {cmd.closed}` keeps flatout out; leave the option away")
@@ -114,9 +114,10 @@ def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, 
     return run_divided(cmd, facts, asked, Path(environment["FLATOUT_JOB"]), environment)
 
 
-def rescue_folder(cmd: Command) -> Path:
-    """Where the saves of this command are kept, from wherever the program goes."""
-    return writable(job_folder(cmd), asked=False).path.resolve() / RESCUE
+def rescue_folder(cmd: Command, asked: bool) -> Path:
+    """Where the saves of this command are kept, from wherever the program goes; made only where somebody ``asked``."""
+    folder = job_folder(cmd)
+    return (writable(folder, asked=False) if asked else folder).path.resolve() / RESCUE
 
 
 def known_ideal(cmd: Command) -> dict[str, float]:

@@ -96,6 +96,8 @@ def goes_on_exactly(exactly: bool = True) -> None:
     """Whether this program is gone on with from saves of ours: then what it saves itself does not count."""
     global _exactly
     _exactly = exactly
+    if not exactly and _own is not None:
+        _own.words[SAVED] = 0
 
 
 def saved(step: int | None = None) -> None:

@@ -38,16 +38,17 @@ FORWARD, BACKWARD, WENT_BACKWARD, OPTIMIZER, STEPPED = 2, 3, 4, 5, 6  # events, 
 class Again(Listener):
     """``journal``: where it lies. ``state``: what `beside` has given to the save that is to be gone on from, None to begin. ``saving`` is the listener that
     saves; it hears nothing before the seam. ``say`` is for the person; ``refuse`` ends the process with a sentence. ``at_seam`` is called when
-    the program has become the one that was saved."""
+    the program has become the one that was saved, ``left_alone`` with a sentence where it goes on by itself."""
 
     def __init__(self, journal: Path, state: dict[str, Any] | None, saving: Listener, ledger: Ledger, say: Callable[[str], None],
-                 refuse: Callable[[str], NoReturn], find: Find, at_seam: Callable[[], None], shows: bool) -> None:
-        self.refuse = refuse
+                 refuse: Callable[[str], NoReturn], find: Find, at_seam: Callable[[], None],
+                 left_alone: Callable[[str], None], shows: bool) -> None:
+        self.refuse, self.left_alone = refuse, left_alone
         self.journal, self.saved, self.saving, self.ledger, self.say, self.at_seam = journal, state, saving, ledger, say, at_seam
         self.tape = Tape(self.refuse, say)
         self.skeletons = Skeletons(self.refuse)
         self.batches = Batches(self.tape, ledger, self._begins, find)
-        self.files = Files(journal.with_name(f"{journal.name}.files"), self.tape, self.refuse)
+        self.files = Files(journal.with_name(f"{journal.name}.files"), self.tape, self.refuse, self._resumes_by_itself)
         self._mode: Any = None
         self._quiet: Quiet | None = None
         self._origins: Origins | None = None
@@ -88,6 +89,14 @@ class Again(Listener):
         self.journal.unlink(missing_ok=True)
         self.files.ended()
 
+    def _resumes_by_itself(self, file: str) -> None:
+        """Nothing is recorded any more, and no save is gone on from."""
+        if self.tape.journal is not None:
+            self.tape.journal = None
+            self.tape.broken = f"it resumes by itself, from {os.path.relpath(file)}"
+            self.journal.unlink(missing_ok=True)
+            self.left_alone(f"this program resumes by itself, from {os.path.relpath(file)}: that is left to it")
+
     # -- recording ----------------------------------------------------------------------------------------------------------
 
     def beside(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
@@ -100,8 +109,6 @@ class Again(Listener):
                 return {}, tape.broken or "its training has not begun"
             world = World().look(frame, self._also())
             state, unsound = state_of_world(world, self._origins)
-            if self.files.by_itself:
-                unsound.append(f"it resumes by itself, from {os.path.relpath(self.files.by_itself)}")
         finally:
             tape.deaf -= 1
         return {**state, "start": self._start, "random": random_states(torch), "batches": self.batches.place(), "files": self.files.state(),

@@ -31,10 +31,11 @@ READS = 4096  # files that are remembered
 
 
 class Files:
-    """``folder``: where a list of what was made lies, and the files of a replay. ``refuse`` does not return."""
+    """``folder``: where a list of what was made lies, and the files of a replay. ``refuse`` does not return. ``found`` is told of a file
+    that the program has looked for before it trained, and saves to: it knows how to resume."""
 
-    def __init__(self, folder: Path, tape: Tape, refuse: Callable[[str], NoReturn]) -> None:
-        self.folder, self.tape, self.refuse = folder, tape, refuse
+    def __init__(self, folder: Path, tape: Tape, refuse: Callable[[str], NoReturn], found: Callable[[str], None]) -> None:
+        self.folder, self.tape, self.refuse, self.found = folder, tape, refuse, found
         self.list = Path(f"{folder}.made")
         self.overlay = Overlay(str(folder))
         self.made: list[str] = []
@@ -42,7 +43,7 @@ class Files:
         self.reads: dict[str, list[list[int]]] = {}  # path -> size, time and how often it was read like that
         self.future: dict[str, str] = {}  # what was written after the save, and may not be read before it is written again
         self.looked: set[str] = set()  # files that it looked for before it began to train
-        self.by_itself = ""  # the one of them that it has saved to: it knows how to resume
+        self.states: set[str] = set()  # what it has written by torch.save
         self._looking = Ledger()
         self._played: dict[str, int] = {}
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -117,6 +118,8 @@ class Files:
             key = self._hears(dst)
             if key is not None:
                 self._writes(key, "w")
+                if self.overlay.key(src) in self.states:
+                    self._saves(key)
             really(src, dst, **kwargs)
 
         return rename
@@ -127,13 +130,17 @@ class Files:
             key = self._hears(f) if isinstance(f, (str, os.PathLike)) else None
             if key is not None:
                 self._writes(key, "w")
-                if key in self.looked:
-                    self.by_itself = key
+                self._saves(key)
             if self.tape.going and self.tape.hears:
                 return self._as_if_saved(key)
             return really(thing, f, *args, **kwargs)
 
         return save
+
+    def _saves(self, key: str) -> None:
+        self.states.add(key)
+        if key in self.looked:
+            self.found(key)
 
     def _loaded(self, really: Callable) -> Callable:
         @wraps(really)

@@ -6,8 +6,10 @@ mask as an index) comes the same way.
 
 from __future__ import annotations
 
+import builtins
 import sys
 import threading
+import types
 import zlib
 from collections.abc import Callable
 from functools import wraps
@@ -55,10 +57,24 @@ class Hearing:
         for name in CLOCKS:
             if hasattr(clocks, name):
                 self.ledger.set(clocks, name, Clock(getattr(clocks, name), self.tape))
-        calendar = sys.modules.get("datetime")
-        if calendar is not None:
-            for name, readings in DATES.items():
-                self.ledger.set(calendar, name, _dated(getattr(calendar, name), readings, self.tape))
+        self.ledger.set(builtins, "__import__", self._imports(builtins.__import__))
+
+    def _imports(self, really: Callable) -> Callable:
+        """The user's own files get a `datetime` whose readings are heard; all others, pickles among them, have the real one."""
+        heard: list[Any] = []
+
+        @wraps(really)
+        def imports(name: str, names: Any = None, *args: Any, **kwargs: Any) -> Any:
+            found = really(name, names, *args, **kwargs)
+            if name != "datetime" or names is None or not is_users(names.get("__file__") or ""):
+                return found
+            if not heard:
+                heard.append(types.ModuleType("datetime"))
+                vars(heard[0]).update(vars(found))
+                vars(heard[0]).update({each: _dated(getattr(found, each), readings, self.tape) for each, readings in DATES.items()})
+            return heard[0]
+
+        return imports
 
     # -- wrappers -----------------------------------------------------------------------------------------------------------
 
@@ -202,5 +218,9 @@ def _dated(really: Any, readings: tuple[str, ...], tape: Tape) -> Any:
 
         return staticmethod(read)
 
-    names = {"__new__": lambda cls, *args, **kwargs: really(*args, **kwargs), "__module__": "datetime", "__qualname__": really.__name__}
-    return Same(really.__name__, (really,), {**names, **{name: reading(name) for name in readings}})
+    def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return really(*args, **kwargs) if cls is found else really.__new__(cls, *args, **kwargs)
+
+    names = {"__new__": made, "__module__": "datetime", "__qualname__": really.__name__}
+    found = Same(really.__name__, (really,), {**names, **{name: reading(name) for name in readings}})
+    return found

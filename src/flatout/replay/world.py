@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import random
 import sys
 import types
@@ -62,8 +63,12 @@ class World:
 
 def _users_modules() -> Iterator[tuple[str, Any]]:
     for name, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and (name == "__main__" or is_users(getattr(module, "__file__", None) or "")):
+        if isinstance(module, types.ModuleType) and (name == "__main__" or _is_users_file(getattr(module, "__file__", None))):
             yield name, module
+
+
+def _is_users_file(file: Any) -> bool:
+    return isinstance(file, str) and os.path.isabs(file) and is_users(file)
 
 
 def _frames(frame: FrameType | None) -> list[tuple[str, dict[str, Any], bool]]:
@@ -253,7 +258,7 @@ _USERS: dict[Any, bool] = {}
 
 
 def _is_of_user(kind: Any) -> bool:
-    return is_users(getattr(sys.modules.get(kind.__module__), "__file__", None) or "") or kind.__module__ == "__main__"
+    return _is_users_file(getattr(sys.modules.get(kind.__module__), "__file__", None)) or kind.__module__ == "__main__"
 
 
 def _is_open(kind: Any) -> bool:
