@@ -100,7 +100,7 @@ class Training:
                     known = max(self.exact())
                     wait_for(lambda: process.poll() is not None or max(self.exact(), default=0) > known, self.later_s)
                 wait_for(lambda: process.poll() is not None, self.rng.uniform(0.0, self.span_s))
-                life["by_itself"] = process.poll() is not None
+                life |= {"by_itself": process.poll() is not None, "said_bytes": out.stat().st_size}  # what it says to a signal is no line of its training
                 if how == signal.SIGKILL:
                     os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
                 elif process.poll() is None:
@@ -282,7 +282,7 @@ def rows_of(lives: list[dict[str, Any]], alone: Alone | None, place: Path) -> It
             yield {**row, "verdict": "failed", "why": life["not_kept"]}
             continue
         about = judged({"step": life["kept"], "updated": life["updated"]}, alone.weights, set(life["weights"]), alone.events)
-        text = (place / f"{life['number']}.out").read_bytes().decode(errors="replace")
+        text = (place / f"{life['number']}.out").read_bytes()[:life["said_bytes"]].decode(errors="replace")
         lines = lines_differ(text, alone.text, alone.between(life["seam"]))
         verdict = "WRONG" if about["verdict"] == "differs" or lines else about["verdict"]
         moved = life["kept"] - life["seam"]
