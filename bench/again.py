@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
 import rescue
@@ -132,9 +132,9 @@ class Training:
                               check=False)
         if done.returncode:
             return {"kept": None, "not_kept": done.stderr.strip()[-300:]}
-        step = int(re.search(r"step-(\d+)", done.stderr)[1])  # type: ignore[index]
-        told = next(told for told in self.saves() if told["step"] == step)
-        inside, holds = told["told"]["inside"], told["told"]["holds"]
+        name = re.search(r"(step-[\d-]+) is in ", done.stderr)[1]  # type: ignore[index]
+        told = read_json(next(self.folder.glob(f".flatout/*/rescue/{name}/manifest.json")))
+        step, inside, holds = told["step"], told["told"]["inside"], told["told"]["holds"]
         return {"kept": step, "inside": inside, "updated": told["told"]["updated"], "exact": told["told"].get("exact"), "weights": digests_of(to),
                 "optimizers": sum(held["kind"] == "optimizers" for held in holds), "save_bytes": sum(file["bytes"] for file in told["files"].values()),
                 **self._journal()}
@@ -288,7 +288,6 @@ def rows_of(lives: list[dict[str, Any]], alone: Alone | None, place: Path) -> It
         moved = life["kept"] - life["seam"]
         if moved and life["lived_s"]:
             row["steps_per_s"] = round(moved / life["lived_s"], 3)
-        row["forward_per_s"] = round(life["seam"] / max(life["ready_s"] - first["ready_s"], 0.1), 3)
         yield {**row, "verdict": verdict, "why": lines or about["why"], "lines": len(whole_lines(text)), "first_line": (whole_lines(text) or [""])[0][:120]}
 
 
@@ -323,8 +322,12 @@ def page(scripts: dict[str, Any]) -> str:
 
 
 def ratio(rows: list[dict[str, Any]]) -> str:
-    found = [row["forward_per_s"] / row["steps_per_s"] for row in rows if row.get("steps_per_s") and row["seam"] > 1]
-    return f"{median(found):.1f}" if found else "-"
+    """Of steps gone through again to steps of training: how much later a later seam is reached. What comes before the first step is in all of them."""
+    rates = [row["steps_per_s"] for row in rows if row.get("steps_per_s")]
+    if not rates or len({row["seam"] for row in rows}) < 3:
+        return "-"
+    step_s = linear_regression([row["seam"] for row in rows], [row["seam_s"] for row in rows]).slope
+    return f"{1 / (step_s * median(rates)):.1f}" if step_s > 0 else "-"
 
 
 def crossing(rows: list[dict[str, Any]]) -> str:
