@@ -104,8 +104,8 @@ def undisturbed(script: dict[str, Any], folder: Path, place: Path, count: int, b
     """The weights after each step of the script by itself."""
     trace = place / "trace"
     more = {"RESCUE_TRACE": str(trace), "RESCUE_COUNT": str(count), **({"RESCUE_BY_HAND": "1"} if by_hand else {})}
-    with open(place / "trace.out", "wb") as out:
-        process = subprocess.Popen(script["argv"], cwd=folder, env=environment(script, **more), stdin=TERMINAL, stdout=out, stderr=out,
+    with open(place / "trace.out", "wb") as out, open(place / "trace.err", "wb") as err:
+        process = subprocess.Popen(script["argv"], cwd=folder, env=environment(script, **more), stdin=TERMINAL, stdout=out, stderr=err,
                                    start_new_session=True)
         wait_for(lambda: process.poll() is not None, TRACE_S)
         end(process)

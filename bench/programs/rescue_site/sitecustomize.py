@@ -2,7 +2,8 @@
 
     RESCUE_SEED=1              random, numpy and torch are seeded with 0
     RESCUE_FAILS=1             SIGUSR2 raises RuntimeError wherever the script happens to be
-    RESCUE_TRACE=FILE          after each optimizer step (RESCUE_BY_HAND=1: before each backward pass but the first) a line with the SHA-256 of each weight
+    RESCUE_TRACE=FILE          after each optimizer step (RESCUE_BY_HAND=1: before each backward pass but the first) a line with the SHA-256 of each weight,
+                               and to FILE.at how far its output, a file, is then
     RESCUE_COUNT=N             the process ends after so many lines
     RESCUE_LOAD=FILE           at the first backward pass the lines of Python in FILE are executed among the script's variables, the SHA-256 of all weights of
                                what they have loaded is written to FILE.loaded, and the process ends
@@ -50,12 +51,14 @@ def trace(path, count, by_hand):
 
     owner, lines = os.getpid(), 0
     out = open(path, "w", buffering=1)  # noqa: SIM115
+    places = open(f"{path}.at", "w", buffering=1)  # noqa: SIM115
 
     def write(tensors):
         nonlocal lines
         if os.getpid() != owner:
             return
         out.write(" ".join(sorted(set(digests(tensors)))) + "\n")
+        places.write(f"{os.lseek(1, 0, os.SEEK_CUR)}\n")
         lines += 1
         if lines >= count:
             os._exit(0)

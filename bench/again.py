@@ -1,0 +1,368 @@
+"""Public scripts killed at random under `flatout run --resume`, and typed again: do they go on exactly?
+
+DIR holds ``set.json`` as for ``open_set.py``; the scripts run from a copy of DIR's folders, unedited. A training begins anew, is killed (SIGKILL, the whole
+process group) at a random moment after its first save that can be gone on from, and the same command is typed again: it refuses in words, or says after which
+step it goes on. Then it is killed again, up to --lives times, ended by SIGTERM, gone on with from there, and ended by SIGTERM. Each of these ends that it is
+gone on with after is one row:
+
+    same      the newest save of what went on holds the weights that the script has at that step by itself, bit for bit, and what it has printed is what the
+              script prints from that step on: the same lines, none missing, none twice, from the right place
+    refused   it did not go on, and said why
+    WRONG     weights or lines differ
+    failed    neither of these could be found out
+
+The proof knows nothing of flatout (``programs/rescue_site``): the same script, undisturbed and without flatout, writes the SHA-256 of each weight after each
+step, and how far its output was. Numbers that are times are masked in lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import linear_regression, median
+from typing import Any
+
+import rescue
+from provenance import RESULTS, markdown_table, read_json, read_result, stamp, write_result
+from rescue import END_S, TERMINAL, end, environment, judged, last_line, undisturbed, wait_for
+
+from flatout.replay.tape import MARK
+from flatout.state.journal import BLOCK, HEADER, Entries
+
+FIRST_SAVE_S, SEAM_S = 240.0, 420.0
+REFUSED = 10  # exit code
+ANEW = "flatout: rescue keeps "  # said after a first step
+GOES_ON = re.compile(r"flatout: going on exactly after step (\d+)")
+TIMES = re.compile(r"""
+    (?: time | data ) \s+ [\d.]+ \s* \( \s* [\d.]+ \s* \)
+  | \b (?: time | elapsed ) [:=\s]* [\d.]+ \s* (?: ms | s )?
+  | ms/batch \s+ [\d.]+
+  | mfu \s+ -?[\d.]+%
+  | [\d.?]+ \s* (?: it/s | s/it )
+  | \d+:\d\d (?: :\d\d )? (?: < (?: [\d:]+ | \? ) )?
+  | \b (?: \d+ (?: ms | s | m | h | D ) )+ \b
+  | \b [\d.]+ \s? (?: seconds | secs? | ms | s ) \b
+""", re.VERBOSE | re.IGNORECASE)
+
+
+# -- one training ------------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A script that is begun anew in its folder, and then lives several times."""
+
+    def __init__(self, script: dict[str, Any], folder: Path, place: Path, rng: random.Random, span_s: float, later_s: float) -> None:
+        self.script, self.folder, self.place, self.rng, self.span_s, self.later_s = script, folder, place, rng, span_s, later_s
+        self.first_save_s = 0.0
+
+    def saves(self) -> list[dict[str, Any]]:
+        """Manifests, the newest last."""
+        found = [read_json(path) for path in self.folder.glob(".flatout/*/rescue/step-*/manifest.json")]
+        return sorted((told for told in found if isinstance(told, dict)), key=lambda told: int(told["step"]))
+
+    def exact(self) -> list[int]:
+        """The steps of the saves that can be gone on from."""
+        return [told["step"] for told in self.saves() if told["told"].get("exact") == ""]
+
+    def live(self, number: int, how: signal.Signals) -> dict[str, Any]:
+        """From its start to its end by the signal ``how``, a while after it has become possible, or possible again, to go on."""
+        out, err = self.place / f"{number}.out", self.place / f"{number}.err"
+        words = [sys.executable, "-m", "flatout", "run", "--plan", "none", "--resume", *self.script["argv"]]
+        life: dict[str, Any] = {"number": number, "how": how.name}
+        began_s = time.monotonic()
+        with open(out, "wb") as stdout, open(err, "wb") as stderr:
+            process = subprocess.Popen(words, cwd=self.folder, env=environment(self.script), stdin=TERMINAL, stdout=stdout, stderr=stderr,
+                                       start_new_session=True)
+            try:
+                ready = (lambda: bool(self.exact())) if number == 0 else lambda: GOES_ON.search(err.read_text(errors="replace")) is not None
+                anew = lambda: bool(number) and ANEW in err.read_text(errors="replace")  # noqa: E731
+                wait_for(lambda: ready() or process.poll() is not None or anew(), FIRST_SAVE_S if number == 0 else SEAM_S)
+                ready_s = time.monotonic()
+                life["ready_s"] = round(ready_s - began_s, 2)
+                if number == 0:
+                    self.first_save_s = ready_s - began_s
+                if not ready():
+                    silent = {"verdict": "WRONG", "why": "it began anew without a word"}
+                    return {**life, **(silent if anew() else self._why_not(number, process.poll(), err))}
+                if self.rng.random() < 0.8:  # else there is little to go through again
+                    known = max(self.exact())
+                    wait_for(lambda: process.poll() is not None or max(self.exact(), default=0) > known, self.later_s)
+                wait_for(lambda: process.poll() is not None, self.rng.uniform(0.0, self.span_s))
+                life |= {"by_itself": process.poll() is not None, "said_bytes": out.stat().st_size}  # what it says to a signal is no line of its training
+                if how == signal.SIGKILL:
+                    os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+                elif process.poll() is None:
+                    process.send_signal(how)
+                wait_for(lambda: process.poll() is not None, END_S)
+                life["lived_s"] = round(time.monotonic() - ready_s, 2)
+            finally:
+                end(process)
+        life["exit_code"] = process.returncode
+        if number and (said := GOES_ON.search(err.read_text(errors="replace"))):
+            life["seam"] = int(said[1])
+        return {**life, **self._kept(number)}
+
+    def _why_not(self, number: int, code: int | None, err: Path) -> dict[str, Any]:
+        said = [line.removeprefix("flatout: ") for line in err.read_text(errors="replace").splitlines() if line.startswith("flatout: ")]
+        if code == REFUSED:
+            return {"verdict": "refused", "why": next((line for line in said if "cannot go on" in line), last_line(err))}
+        if code is not None:
+            return {"verdict": "failed", "why": f"exit code {code}: {last_line(err)}"}
+        if number:
+            return {"verdict": "failed", "why": f"it did not go on within {SEAM_S:.0f} s"}
+        unsound = [told["told"].get("exact") for told in self.saves()]
+        return {"verdict": "failed", "why": f"no save to go on from within {FIRST_SAVE_S:.0f} s" + (f": {unsound[-1]}" if unsound else "")}
+
+    def _kept(self, number: int) -> dict[str, Any]:
+        """The newest save, and the journal."""
+        to = self.place / f"{number}.kept"
+        done = subprocess.run([sys.executable, "-m", "flatout", "rescue", "--to", str(to)], cwd=self.folder, capture_output=True, text=True, timeout=180,
+                              check=False)
+        if done.returncode:
+            return {"kept": None, "not_kept": done.stderr.strip()[-300:]}
+        name = re.search(r"(step-[\d-]+) is in ", done.stderr)[1]  # type: ignore[index]
+        told = read_json(next(self.folder.glob(f".flatout/*/rescue/{name}/manifest.json")))
+        step, inside, holds = told["step"], told["told"]["inside"], told["told"]["holds"]
+        return {"kept": step, "inside": inside, "updated": told["told"]["updated"], "exact": told["told"].get("exact"), "weights": digests_of(to),
+                "optimizers": sum(held["kind"] == "optimizers" for held in holds), "save_bytes": sum(file["bytes"] for file in told["files"].values()),
+                **self._journal()}
+
+    def _journal(self) -> dict[str, Any]:
+        journals = sorted(self.folder.glob(".flatout/*/rescue/journal-*"), key=lambda path: path.stat().st_mtime)
+        if not journals:
+            return {}
+        entries, size, bytes_ = Entries(), len(HEADER), journals[-1].read_bytes()
+        while size + BLOCK.size <= len(bytes_):
+            length = BLOCK.unpack_from(bytes_, size)[0]
+            payload = bytes_[size + BLOCK.size:size + BLOCK.size + length]
+            if len(payload) < length:
+                break  # it was being written
+            entries.take_up(payload)
+            size += BLOCK.size + length
+        marks = entries.codes.count(MARK)
+        return {"journal_bytes": size, "crossings": len(entries.codes) - marks, "journal_steps": marks}
+
+
+def digests_of(folder: Path) -> list[str]:
+    """Of each tensor in the files that `flatout rescue --to` has written, as the site digests weights."""
+    import torch
+
+    sys.path.insert(0, str(rescue.SITE))
+    from sitecustomize import digests
+    from torch.utils import _pytree as pytree
+
+    found: set[str] = set()
+    for file in folder.glob("*.pt"):
+        leaves = pytree.tree_leaves(torch.load(file, map_location="cpu", weights_only=True))
+        found.update(digests(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
+    shutil.rmtree(folder)
+    return sorted(found)
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------------
+
+
+def lines_of(text: str) -> list[str]:
+    """Without what is a time, and without what only draws on a terminal."""
+    masked = (" ".join(TIMES.sub("TIME", line.replace("\b", "")).split()) for line in re.split(r"[\r\n]", text))
+    return [line for line in masked if line]
+
+
+def whole_lines(text: str) -> list[str]:
+    """A line that was being written is none."""
+    return lines_of(text[:max(text.rfind("\n"), text.rfind("\r")) + 1])
+
+
+def lines_differ(text: str, all_text: str, between: tuple[int, int]) -> str:
+    """``text`` was printed from a seam on; ``between``: the bytes of ``all_text`` between which the script has printed on. Why it is not that, or ""."""
+    found, known = whole_lines(text), lines_of(all_text)
+    before, upto = (all_text.encode()[:place].decode(errors="replace") for place in between)
+    first, last = len(whole_lines(before)), len(lines_of(upto))  # of a line that has begun, its rest may be nothing
+    best = (-1, first)
+    for at in range(first, last + 1):
+        same = 0
+        for here, there in zip(found, known[at:], strict=False):
+            if here != there and not (same == 0 and there.endswith(here)):  # a seam within a line
+                break
+            same += 1
+        if same == len(found):
+            return ""
+        best = max(best, (same, at))
+    same, at = best
+    there = known[at + same] if at + same < len(known) else "its end"
+    return f"line {same + 1} after the seam is {found[same][:120]!r}, and was {there[:120]!r}"
+
+
+# -- a script ----------------------------------------------------------------------------------------------------------------
+
+
+def measure(script: dict[str, Any], home: Path, original: Path, options: argparse.Namespace) -> dict[str, Any]:
+    script = {**script, "env": {"OMP_NUM_THREADS": "1", **script.get("env", {}), "PYTHONUNBUFFERED": "1"}}
+    folder, top, rng = home / script["cwd"], Path(script["cwd"]).parts[0], random.Random(f"{options.seed} {script['name']}")
+    trainings: list[list[dict[str, Any]]] = []
+    with tempfile.TemporaryDirectory(prefix="again-") as text:
+        later_s = options.later
+        while kills_of(trainings) < options.kills:
+            place = Path(text) / str(len(trainings))
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+            as_it_was(home, original, top)
+            training = Training(script, folder, place, rng, options.span, later_s)
+            ends = [signal.SIGKILL] * min(options.lives, options.kills - kills_of(trainings)) + [signal.SIGTERM] * 2
+            lives: list[dict[str, Any]] = []
+            trainings.append(lives)
+            for number, how in enumerate(ends):
+                lives.append(training.live(number, how))
+                if "verdict" in lives[-1] or lives[-1]["by_itself"]:
+                    break
+            if len(lives) == 1 and lives[0].get("by_itself") and later_s > 1.0:  # it has come to its end before it was killed
+                later_s /= 2
+                trainings.pop()
+        kept = [life for lives in trainings for life in lives if life.get("kept")]
+        optimizers = max((life["optimizers"] for life in kept), default=0)
+        count = (max((life["kept"] for life in kept), default=0) + 2) * max(optimizers, 1)
+        as_it_was(home, original, top)
+        alone = Alone(script, folder, Path(text), count, optimizers) if any("seam" in life for lives in trainings for life in lives) else None
+        rows = [row for number, lives in enumerate(trainings) for row in rows_of(lives, alone, Path(text) / str(number))]
+        if options.keep:
+            shutil.copytree(text, options.keep / script["name"], dirs_exist_ok=True)
+    return {"made": stamp(), "kills": rows}
+
+
+def kills_of(trainings: list[list[dict[str, Any]]]) -> int:
+    """One that was never killed counts as one, so that this comes to an end."""
+    return sum(max(sum(life.get("how") == "SIGKILL" for life in lives), 1) for lives in trainings)
+
+
+class Alone:
+    """The script by itself."""
+
+    def __init__(self, script: dict[str, Any], folder: Path, place: Path, count: int, optimizers: int) -> None:
+        self.events, self.by_hand = max(optimizers, 1), not optimizers
+        self.weights = undisturbed(script, folder, place, count, by_hand=self.by_hand)
+        self.text = (place / "trace.out").read_bytes().decode(errors="replace")
+        at = place / "trace.at"
+        self.places = [int(line) for line in at.read_text().split()] if at.is_file() else []
+
+    def between(self, step: int) -> tuple[int, int]:
+        """The bytes of its output between which it goes on after a step."""
+        first, last = (step - 1 if self.by_hand else step) * self.events - 1, (step + 1) * self.events - 1
+        return self.places[first] if 0 <= first < len(self.places) else 0, self.places[last] if last < len(self.places) else len(self.text.encode())
+
+
+def rows_of(lives: list[dict[str, Any]], alone: Alone | None, place: Path) -> Iterator[dict[str, Any]]:
+    """One for each end: what went on after it."""
+    first = lives[0]
+    if len(lives) == 1:
+        why = first.get("why", "it came to its end before it was killed")
+        yield {"verdict": first.get("verdict", "failed"), "why": why, "first_save_s": first.get("ready_s")}
+    for before, life in pairwise(lives):
+        err = (place / f"{life['number']}.err").read_text(errors="replace")
+        row: dict[str, Any] = {"after": before["how"], "first_save_s": first["ready_s"], "seam_s": life["ready_s"],
+                               **{name: before[name] for name in ("journal_bytes", "crossings", "journal_steps", "save_bytes") if name in before},
+                               **{name: life[name] for name in ("seam", "kept", "inside", "exit_code", "lived_s", "by_itself") if name in life},
+                               "said": [line for line in err.splitlines() if line.startswith("flatout: ")]}
+        if "verdict" in life:
+            yield {**row, "verdict": life["verdict"], "why": life["why"], "kept_before": before.get("kept")}
+            continue
+        assert alone is not None
+        if life["kept"] is None:
+            yield {**row, "verdict": "failed", "why": life["not_kept"]}
+            continue
+        about = judged({"step": life["kept"], "updated": life["updated"]}, alone.weights, set(life["weights"]), alone.events)
+        text = (place / f"{life['number']}.out").read_bytes()[:life["said_bytes"]].decode(errors="replace")
+        lines = lines_differ(text, alone.text, alone.between(life["seam"]))
+        verdict = "WRONG" if about["verdict"] == "differs" or lines else about["verdict"]
+        moved = life["kept"] - life["seam"]
+        if moved and life["lived_s"]:
+            row["steps_per_s"] = round(moved / life["lived_s"], 3)
+        yield {**row, "verdict": verdict, "why": lines or about["why"], "lines": len(whole_lines(text)), "first_line": (whole_lines(text) or [""])[0][:120]}
+
+
+def as_it_was(home: Path, original: Path, top: str) -> None:
+    """A copy of one of DIR's folders, without what a training has left in it."""
+    shutil.rmtree(home / top, ignore_errors=True)
+    shutil.copytree(original / top, home / top, symlinks=True)
+
+
+def page(scripts: dict[str, Any]) -> str:
+    every = [row for script in scripts.values() for row in script["kills"]]
+    counts = {verdict: sum(row["verdict"] == verdict for row in every) for verdict in ("same", "refused", "WRONG", "failed")}
+    summary = []
+    for name, script in scripts.items():
+        rows = script["kills"]
+        went = [row for row in rows if "seam" in row]
+        whys = sorted({row["why"] for row in rows if row["verdict"] != "same"})
+        summary.append((name, len(rows), *(sum(row["verdict"] == verdict for row in rows) for verdict in counts),
+                        f"{min(row['seam'] for row in went)}-{max(row['seam'] for row in went)}" if went else "-",
+                        f"{median(row['seam_s'] for row in went):.1f}" if went else "-", f"{median(row['first_save_s'] for row in went):.1f}" if went else "-",
+                        ratio(went), crossing(rows), "; ".join(whys)))
+    kills = sum(row.get("after") == "SIGKILL" for row in every)
+    parts = ["# Public scripts, killed at random and gone on with\n",
+             f"{kills} times killed and {len(every) - kills} times told to end, typed again: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}.\n",
+             markdown_table(("script", "ends", *counts, "gone on after step", "s to the seam", "s to the first save of a fresh start",
+                             "times as fast as training", "journal, bytes a crossing", "why"), summary),
+             "\n## Each\n", markdown_table(("script", "ended by", "verdict", "went on after step", "s to the seam", "next save", "lines compared", "why"), [
+                 (name, row.get("after", "-"), row["verdict"], row.get("seam", "-"), row.get("seam_s", "-"),
+                  f"{row.get('kept', '-')}{', inside' if row.get('inside') else ''}", row.get("lines", "-"), row["why"])
+                 for name, script in scripts.items() for row in script["kills"]])]
+    return "\n".join(parts)
+
+
+def ratio(rows: list[dict[str, Any]]) -> str:
+    """Of steps gone through again to steps of training: how much later a later seam is reached. What comes before the first step is in all of them."""
+    rates = [row["steps_per_s"] for row in rows if row.get("steps_per_s")]
+    if not rates or len({row["seam"] for row in rows}) < 3:
+        return "-"
+    step_s = linear_regression([row["seam"] for row in rows], [row["seam_s"] for row in rows]).slope
+    return f"{1 / (step_s * median(rates)):.1f}" if step_s > 0 else "-"
+
+
+def crossing(rows: list[dict[str, Any]]) -> str:
+    found = [row["journal_bytes"] / row["crossings"] for row in rows if row.get("crossings")]
+    return f"{median(found):.1f}" if found else "-"
+
+
+def main() -> None:
+    global FIRST_SAVE_S, SEAM_S
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where set.json is")
+    parser.add_argument("--only", default="", help="names of scripts, with commas, in this order")
+    parser.add_argument("--kills", type=int, default=20, metavar="N", help="of each script (default 20)")
+    parser.add_argument("--lives", type=int, default=4, metavar="N", help="most kills in one training (default 4)")
+    parser.add_argument("--span", type=float, default=12.0, metavar="SECONDS", help="the longest that it lives after it can be gone on with (default 12)")
+    parser.add_argument("--later", type=float, default=25.0, metavar="SECONDS", help="the longest that most kills wait for a newer save before (default 25)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills (default 0)")
+    parser.add_argument("--patience", type=float, default=FIRST_SAVE_S, metavar="SECONDS", help="until the first save to go on from (default 240)")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep all output there, to look at")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
+    args = parser.parse_args()
+    FIRST_SAVE_S, SEAM_S = args.patience, max(SEAM_S, args.patience)
+    rescue.TRACE_S = max(rescue.TRACE_S, 4 * args.patience)
+    made = stamp()
+    scripts: dict[str, Any] = dict(read_result("again", made, args.out).get("scripts", {}))
+    given = {script["name"]: script for script in json.loads((args.folder / "set.json").read_text())}
+    with tempfile.TemporaryDirectory(prefix="again-set-") as text:
+        home = Path(text)
+        for name in list(filter(None, args.only.split(","))) or given:
+            scripts[name] = measure(given[name], home, args.folder, args)
+            for row in scripts[name]["kills"]:
+                went = f"on after step {row.get('seam')} in {row.get('seam_s')} s, then save {row.get('kept')}"
+                print(f"  {name}, {row.get('after')}: {row['verdict']} ({row['why']}) {went}", flush=True)
+            write_result("again", made, page(scripts), {"scripts": scripts}, folder=args.out)
+
+
+if __name__ == "__main__":
+    main()
