@@ -101,7 +101,16 @@ def speaks_first(path: str) -> bool:
 
 def keeps_first(path: str) -> bool:
     """Whether this process is the one of a run whose training is kept: the first that asks, or after its death the next."""
-    return _is_first(f"{path}.kept") or (_is_of_the_dead(f"{path}.kept") and _is_first(f"{path}.kept"))
+    return _is_first_alive(f"{path}.kept")
+
+
+def records_first(path: str) -> bool:
+    """Whether this process is the one of a run that is gone on with exactly: not one that the program has started."""
+    return _is_first_alive(f"{path}.exactly")
+
+
+def _is_first_alive(claim: str) -> bool:
+    return _is_first(claim) or (_is_of_the_dead(claim) and _is_first(claim))
 
 
 def _is_first(claim: str) -> bool:
@@ -137,7 +146,8 @@ def _leave(path: str, pid: int) -> None:
     if speaks_first(path):
         never = "finished a training step" if "torch" in sys.modules else "imported torch"
         say(f"nothing was applied: this program never {never}")
-    for remove, what in ((os.unlink, path), (os.unlink, f"{path}.told"), (os.unlink, f"{path}.kept"), (os.rmdir, os.path.dirname(path))):
+    for remove, what in ((os.unlink, path), (os.unlink, f"{path}.told"), (os.unlink, f"{path}.kept"), (os.unlink, f"{path}.exactly"),
+                         (os.rmdir, os.path.dirname(path))):
         try:
             remove(what)
         except OSError:

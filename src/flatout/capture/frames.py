@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import linecache
+import os
+import sys
 import sysconfig
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +21,21 @@ Line = tuple[CodeType, int]  # a function's code, and the line in its file
 @lru_cache(maxsize=4096)
 def is_users(filename: str) -> bool:
     """Whether a file is the user's own source; not a library, nor Python's, nor ours, nor text without a file."""
-    return bool(filename) and not (filename.startswith(("<", HOME)) or any(part in filename for part in LIBRARIES) or filename.startswith(PYTHON))
+    return bool(filename) and not (filename.startswith(("<", HOME)) or any(part in filename for part in LIBRARIES) or filename.startswith(PYTHON)
+                                   or _is_installed(filename))
+
+
+def _is_installed(filename: str) -> bool:
+    """Whether it lies where packages were installed to under another name than the usual ones: `pip install --target`."""
+    return any(filename.startswith(f"{folder}/") and _holds_packages(folder) for folder in sys.path if folder.startswith("/"))
+
+
+@lru_cache(maxsize=256)
+def _holds_packages(folder: str) -> bool:
+    try:
+        return any(name.endswith(".dist-info") for name in os.listdir(folder))
+    except OSError:
+        return False
 
 
 @lru_cache(maxsize=4096)

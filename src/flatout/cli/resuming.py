@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flatout.capture.bootstrap import say_at_once
+from flatout.capture.bootstrap import records_first, say_at_once
 from flatout.capture.frames import is_users
 from flatout.capture.ledger import Ledger
 from flatout.engine.rescue import Rescue
@@ -41,6 +41,8 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         return None  # ranks meet, and what is gone through again would meet nobody
     if (started := sys.modules.get("multiprocessing.process")) is not None and started.parent_process() is not None:
+        return None
+    if not records_first(os.environ["FLATOUT_JOB"]):
         return None
     pulse.goes_on_exactly()
     folder = rescue.folder
@@ -81,20 +83,22 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
         except FlatoutError as error:
             refuse(str(error).rstrip("."))
     again = Again(journal, state, rescue, ledger, say_at_once, refuse, own_generators, seam, left_alone, asked["shows"])
-    atexit.register(_ended, again)
-    rescue.beside, rescue.goes_on = Told(again, journal.name), save.step if save is not None else None
+    atexit.register(_ended, again, rescue)
+    rescue.beside = Told(again, journal.name)
+    if save is not None:
+        rescue.goes_on, rescue.cost_s = save.step, float(save.manifest.told.get("cost_s", 0.0))
     return again
 
 
-def _ended(again: Again) -> None:
-    """At the end of the process; one that has failed is gone on with."""
+def _ended(again: Again, rescue: Rescue) -> None:
+    """At the end of the process; one that has failed, or was to end, is gone on with."""
     if os.getpid() != again.pid:
         return
     failure = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if again.going:
         what = f"failed with {type(failure).__name__}: {failure}{_place_of(failure)}" if failure is not None else "came to its end"
         again.refuse(f"before the program had come to the place of the save, it {what}")
-    if failure is None:
+    if failure is None and not rescue.signalled:
         again.ended()
 
 

@@ -28,7 +28,7 @@ from flatout.plan.errors import FlatoutError
 from flatout.state.drift import surroundings
 from flatout.state.runs import begin_run
 from flatout.state.saver import SHARE, Clocks, Saver
-from flatout.state.saves import Saves
+from flatout.state.saves import Saves, step_of
 from flatout.state.values import Packed, pack
 
 KIND = "rescue"
@@ -59,6 +59,8 @@ class Rescue(Listener):
     with the saves that are there, from the one of a step, and not in a new run."""
 
     goes_on: int | None = None
+    signalled = False  # whatever the program makes of it, its end is not of its own accord
+    cost_s = 0.0  # of a save, as far as it is known
     beside: Beside | None = None
 
     def __init__(self, torch: Any, folder: Path, say: Callable[[str], None], may_begin: Callable[[], bool], ledger: Ledger) -> None:
@@ -192,7 +194,7 @@ class Rescue(Listener):
         told: dict[str, Any] = {"why": why, "ran_s": round(seconds() - self.began_s, 1), "at": today(), "epoch": self.epochs.count, "inside": inside,
                                 "updated": inside and self._updated, "holds": belongings.told(state), "surroundings": surroundings(self.torch)}
         if self.beside is not None and exact is not None:
-            told |= self.beside.told()
+            told |= {**self.beside.told(), "cost_s": self.saver.cost.last_s if self.saver is not None else 0.0}
             told["exact"] = exact or "; ".join(f"{where} ({what})" for where, what in packed.left_out.items() if where.startswith("exact."))
         return steps, packed, told
 
@@ -202,6 +204,10 @@ class Rescue(Listener):
             try:
                 if self.goes_on is None:
                     begin_run(saves)
+                else:  # what was kept after it comes again
+                    for path in saves.paths():
+                        if step_of(path) > self.goes_on:
+                            saves.discard(path)
             except FlatoutError:
                 saves.close()
                 raise
@@ -213,7 +219,7 @@ class Rescue(Listener):
         self.saver = Saver(self.torch, saves, KIND, Clocks(seconds, thread_seconds), lambda sentence: self.say(f"rescue: {sentence}"), share=SHARE,
                            sound=self._sound)
         if self.goes_on is not None:
-            self.saver.goes_on(self.goes_on)
+            self.saver.goes_on(self.goes_on, self.cost_s)
         return True
 
     def _sound(self, copy: Packed) -> str:
@@ -244,12 +250,13 @@ class Rescue(Listener):
             return True
 
     def _passes(self, number: int) -> bool:
+        self.signalled = True
         if not self._active:
             return True
         reminder, self._rung = self._rung, False
         if reminder and self._pending is None:  # the step has ended meanwhile
             return False
-        if self._saving or (self._pending is None and self._inside):
+        if self._saving or (self._pending is None and (self._inside or self.beside is not None)):
             if self._pending is None:
                 self._pending, self._reminded = number, False
                 self._remind(number, PATIENCE_S)

@@ -145,7 +145,7 @@ class Again(Listener):
             return not self.tape.going
         if self.tape.event(what):
             self._seam(sys._getframe(2))
-            return False
+            return True
         return not self.tape.going
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:

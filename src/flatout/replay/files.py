@@ -15,7 +15,6 @@ import pickle
 import shutil
 import sqlite3
 import stat
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -71,7 +70,8 @@ class Files:
             ledger.set(owner, "save", self._saved(owner.save))
         ledger.set(torch, "load", self._loaded(torch.load))
         ledger.set(pickle, "dump", self._dumped(pickle.dump))
-        ledger.set(subprocess.Popen, "__init__", self._reaches_out(subprocess.Popen.__init__, "it starts other programs while it trains"))
+        started: Any = sys.modules["subprocess"]  # torch has imported it
+        ledger.set(started.Popen, "__init__", self._reaches_out(started.Popen.__init__, "it starts other programs while it trains"))
         ledger.set(os, "system", self._reaches_out(os.system, "it starts other programs while it trains"))
         ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it keeps a database"))
 

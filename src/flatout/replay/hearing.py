@@ -67,6 +67,7 @@ class Hearing:
             if hasattr(clocks, name):
                 known.append((getattr(clocks, name), clock := Clock(getattr(clocks, name), self.tape)))
                 self.ledger.set(clocks, name, clock)
+        self.ledger.set(clocks, "sleep", self._sleeps(clocks.sleep))
         known += [(getattr(datetime, name), self._dated(name)) for name in DATES]
         for module in users_modules():  # what the program has taken from there before it imported torch
             for name, value in list(vars(module).items()):
@@ -76,6 +77,16 @@ class Hearing:
                 if value is datetime:
                     self.ledger.set(module, name, self._calendar())
         self.ledger.set(builtins, "__import__", self._imports(builtins.__import__))
+
+    def _sleeps(self, really: Callable) -> Callable:
+        tape = self.tape
+
+        @wraps(really)
+        def sleep(seconds: float) -> None:
+            if not (tape.going and tape.hears and is_users(sys._getframe(1).f_code.co_filename)):  # it has slept already
+                really(seconds)
+
+        return sleep
 
     def _imports(self, really: Callable) -> Callable:
         """The user's own files get a `datetime` whose readings are heard; all others, pickles among them, have the real one."""

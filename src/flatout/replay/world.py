@@ -135,7 +135,7 @@ class _Walk:
     def _visit(self, path: str, value: Any, users: bool, depth: int) -> None:
         kind = type(value)
         if kind in PLAIN:
-            self._note(path, "an address" if _is_address(value) else repr(value), users)
+            self._note(path, _spelled(value), users)
             return
         if self.left <= 0 or depth > DEEPEST or isinstance(value, CLOSED) or id(value) in self.seen:
             return
@@ -218,7 +218,7 @@ class _Walk:
 
     def _set(self, path: str, values: Any, users: bool, depth: int) -> None:
         if len(values) <= LONG and all(map(_is_plain, values)):
-            self._note(path, repr(sorted("an address" if _is_address(value) else repr(value) for value in values)), users)
+            self._note(path, repr(sorted(map(_spelled, values))), users)
 
     def _function(self, path: str, function: Any, users: bool, depth: int) -> None:
         if not is_users(function.__code__.co_filename):
@@ -284,6 +284,13 @@ def _is_plain(value: Any) -> bool:
 def _digest_of(values: Iterable[Any]) -> str:
     """Of many plain ones."""
     return f"{zlib.crc32(repr(list(values)).encode(errors='replace')):08x}"
+
+
+def _spelled(value: Any) -> str:
+    """A plain value; what is another one in each process by what it stands for."""
+    if type(value) is int and value == os.getpid():
+        return "this process"
+    return "an address" if _is_address(value) else repr(value)
 
 
 def _is_address(value: Any) -> bool:

@@ -65,9 +65,9 @@ class Saver:
         """Of the last save that was begun, or gone on from."""
         return self._last_step
 
-    def goes_on(self, step: int) -> None:
-        """There is a save of this step."""
-        self._last_step = step
+    def goes_on(self, step: int, cost_s: float = 0.0) -> None:
+        """There is a save of this step; ``cost_s``: what one has cost lately, so that the next does not come at once."""
+        self._last_step, self.cost.last_s = step, cost_s
 
     def due(self, step: int) -> bool:
         """Whether a save is due now that ``step`` steps are done. Never twice for the same."""

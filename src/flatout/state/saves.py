@@ -272,6 +272,11 @@ def _files_of(name: str) -> tuple[str, str]:
     return (f"{name}.json", f"{name}.safetensors") if name else ("state.json", "tensors.safetensors")
 
 
+def step_of(path: Path) -> int:
+    """By the name of its folder."""
+    return _number(path)[0]
+
+
 def _number(path: Path) -> tuple[int, int]:
     match = FOLDER.fullmatch(path.name)
     assert match is not None
