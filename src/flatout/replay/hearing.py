@@ -123,7 +123,11 @@ class Hearing:
                 return really(tensor, *args, **kwargs)
             caller = sys._getframe(1)
             if caller.f_code is follows:
-                return really(tensor, *args, **kwargs)
+                tape.deaf = 1  # a mode calls us again
+                try:
+                    return really(tensor, *args, **kwargs)
+                finally:
+                    tape.deaf = 0
             at = caller.f_lasti
             if tape.going:
                 return self._answer(really, at, (tensor, *args), kwargs)
