@@ -48,6 +48,7 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
     folder = rescue.folder
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     save = None if asked["anew"] else newest_exact(folder)
+    unfinished = why_not_exact(folder) if save is None and not asked["anew"] else ""
     journal = folder / (save.manifest.told["journal"] if save is not None else f"{JOURNAL}{uuid.uuid4().hex[:8]}")
 
     def refuse(why: str) -> NoReturn:
@@ -73,6 +74,8 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
             rescue.may_begin = lambda: False
 
     state = None
+    if unfinished and asked["insists"]:
+        refuse(f"of its last start there is no save to go on from: {unfinished}")
     if save is None:
         _tidy(folder)
     else:
@@ -145,6 +148,18 @@ def newest_exact(folder: Path) -> Save | None:
         if told.get("exact") == "" and type(told.get("journal")) is str and (folder / Path(told["journal"]).name).is_file():
             return save
     return None
+
+
+def why_not_exact(folder: Path) -> str:
+    """Why nobody can go on from the newest save of a program that was interrupted; "" where there is none."""
+    for path in Saves(folder).paths():
+        try:
+            told = believed(path).manifest.told
+        except SaveError:
+            continue
+        if told.get("program") == sys.orig_argv and told.get("exact") and (folder / Path(str(told.get("journal"))).name).is_file():
+            return str(told["exact"])
+    return ""
 
 
 def _may_go_on(torch: Any, save: Save) -> None:

@@ -104,6 +104,8 @@ class Rescue(Listener):
         if self._active:
             self.belongings = Belongings(scene, self.schedulers, self._gone)
             self.signals.install(self.ledger)
+            if self.goes_on is not None:
+                self._opened()
 
     # -- what is heard, in each step ------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ HOLDING: tuple[type, ...] = (
     type(functools.lru_cache(len)), zip, map, filter, enumerate, reversed, itertools.chain, itertools.cycle, itertools.islice, itertools.starmap,
     itertools.takewhile, itertools.dropwhile, itertools.zip_longest, type(iter([])), type(iter(())), type(iter({}.values())), type(iter({}.items())))
 OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
-OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
+OF_OPTIMIZERS = ("defaults", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_optimizer_")  # as torch's own begin
 NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 
 
@@ -197,7 +197,7 @@ class _Walk:
         own = _is_users_class(type(optimizer))
         for name, value in list(vars(optimizer).items()):
             if name not in ("param_groups", "state") and (own or not name.startswith("_")):
-                self._visit(f"{path}.{name}", value, users and own and name not in OF_OPTIMIZERS, depth)
+                self._visit(f"{path}.{name}", value, users and own and not name.startswith(OF_OPTIMIZERS), depth)
 
     def _rows(self, path: str, values: Any, users: bool, depth: int) -> None:
         self._note(path, f"{type(values).__name__} of {len(values)}", users)
@@ -287,9 +287,7 @@ def _digest_of(values: Iterable[Any]) -> str:
 
 
 def _spelled(value: Any) -> str:
-    """A plain value; what is another one in each process by what it stands for."""
-    if type(value) is int and value == os.getpid():
-        return "this process"
+    """A plain value; an address is another one in each process."""
     return "an address" if _is_address(value) else repr(value)
 
 
