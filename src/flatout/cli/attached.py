@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,8 @@ class Attached(Listener):
 
     def step_end(self) -> None:
         if self.scene.steps == 1:
-            self.applier.start(self.plan, LATE)
+            with self.again.for_real() if self.again is not None else nullcontext():
+                self.applier.start(self.plan, LATE)
             if self.rescue is not None and (self.again is None or not self.again.going):
                 self.rescue.begin(self.scene)
             self.speaks = self.rank == 0 and speaks_first(os.environ["FLATOUT_JOB"])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -134,8 +135,28 @@ class Again(Listener):
             if self.tape.going:
                 self._draws = Draws()
                 self._mode.off = False
-                if "torch._dynamo" in sys.modules:  # else nothing is compiled
-                    torch.compiler.set_stance("force_eager")
+                self._without_compiler()
+
+    @contextmanager
+    def for_real(self) -> Iterator[None]:
+        """What is done inside is ours: it acts on the tensors that are there, and is nobody's business."""
+        before = self._mode.off if self._mode is not None else True
+        self.tape.deaf += 1
+        if self._mode is not None:
+            self._mode.off = True
+        try:
+            yield
+        finally:
+            self.tape.deaf -= 1
+            if self._mode is not None:
+                self._mode.off = before
+            if self.tape.going:
+                self._without_compiler()
+
+    @staticmethod
+    def _without_compiler() -> None:
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            torch.compiler.set_stance("force_eager")
 
     # -- events -------------------------------------------------------------------------------------------------------------
 
@@ -197,6 +218,8 @@ class Again(Listener):
         self.files.play(state["files"])
         self._skipping.set(torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__))
         self._skipping.set(torch.nn.Parameter, "__deepcopy__", self._for_real(torch.nn.Parameter.__deepcopy__))
+        function = torch.autograd.Function
+        self._skipping.set(function, "apply", classmethod(self._with_sources(vars(function)["apply"].__func__)))
         named = torch.autograd.profiler.record_function  # a profiler's names for what happens: a fifth of the time of a step that computes nothing
         self.ledger.set(named, "__enter__", _unless(named.__enter__, lambda _: self.tape.going))
         self.ledger.set(named, "__exit__", _unless(named.__exit__, lambda name: name.record is None))
@@ -249,6 +272,18 @@ class Again(Listener):
             return self.skeletons.grads(outputs, inputs)
 
         return grad
+
+    def _with_sources(self, really: Callable) -> Callable:
+        """A function with a backward pass of its own: what it gives comes from what it was given."""
+        @wraps(really)
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._mode.off:
+                return really(cls, *args, **kwargs)
+            with torch.no_grad():
+                found = really(cls, *args, **kwargs)
+            return self.skeletons.comes_from(found, (*args, *kwargs.values()))
+
+        return apply
 
     def _for_real(self, really: Callable) -> Callable:
         @wraps(really)
