@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import shutil
 import sys
 import traceback
 import uuid
@@ -200,6 +201,9 @@ def _digest_of(file: str) -> str:
 
 
 def _tidy(folder: Path) -> None:
-    """Journals of runs that nobody can go on from any more."""
-    for journal in folder.glob(f"{JOURNAL}*"):
-        journal.unlink(missing_ok=True)
+    """Journals of runs that nobody can go on from any more, and what lies beside them."""
+    for path in folder.glob(f"{JOURNAL}*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
