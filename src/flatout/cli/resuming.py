@@ -125,6 +125,9 @@ class Told:
 
     def __init__(self, again: Again, journal: str) -> None:
         self.again, self.journal = again, journal
+        from flatout.replay.world import users_modules
+
+        self._modules, self._sources = users_modules, dict[str, str]()
         self._why_not = ""
 
     def beside(self, frame: Any) -> tuple[dict[str, Any], str]:
@@ -135,7 +138,11 @@ class Told:
         return found, self._why_not
 
     def told(self) -> dict[str, Any]:
-        return {"journal": self.journal, "program": sys.orig_argv[1:], "sources": sources()}
+        for module in self._modules():
+            file = os.path.abspath(getattr(module, "__file__", None) or "")
+            if file not in self._sources and is_users(file):
+                self._sources[file] = _digest_of(file)  # as it is when it is first seen: what changes later is not what runs
+        return {"journal": self.journal, "program": sys.orig_argv[1:], "sources": self._sources}
 
     def kept(self, step: int) -> None:
         if not self._why_not and not self.again.tape.broken:
@@ -185,12 +192,6 @@ def _may_go_on(torch: Any, save: Save) -> None:
 
 # What a program sets after torch was imported.
 LATER = ("threads", "threads between operators", "deterministic algorithms", "cudnn.benchmark", "cudnn.deterministic", "matmul precision")
-
-
-def sources() -> dict[str, str]:
-    """Digests of the user's own source files that are in use."""
-    files = {os.path.abspath(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None)) and is_users(os.path.abspath(file))}
-    return {file: _digest_of(file) for file in sorted(files)}
 
 
 def _digest_of(file: str) -> str:

@@ -87,8 +87,14 @@ class World:
 
 def users_modules() -> Iterator[types.ModuleType]:
     for name, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and (name == "__main__" or _is_users_file(getattr(module, "__file__", None))):
+        known = _MODULES.get(name)
+        if known is None or known[0] is not module:  # thousands, and a save is to be quick
+            known = _MODULES[name] = module, isinstance(module, types.ModuleType) and (name == "__main__" or _is_users_file(getattr(module, "__file__", None)))
+        if known[1]:
             yield module
+
+
+_MODULES: dict[str, tuple[Any, bool]] = {}
 
 
 def _is_users_file(file: Any) -> bool:
