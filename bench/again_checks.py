@@ -1,7 +1,8 @@
 """Does each check of exact resume matter? Each is switched off, and a program that it had refused is killed and typed again.
 
 Checks and what switches them off are in ``tests/replay/mutants.py``, the programs in ``tests/replay/traps.py``. With the check each must be refused, or end
-right; without it one of them must go on WRONG, that is, end otherwise than undisturbed without a word. Where another check always comes first, that one is off in both cases.
+right; without it one of them must go on WRONG, that is, end otherwise than undisturbed without a word. Where another check nearly always comes first, that one
+is off in both cases.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def measured(programs: Programs, name: str, check: Check) -> dict[str, Any]:
     seen = any(trap["on"]["verdict"] in SAFE and trap["off"]["verdict"] in SEEN for trap in traps)
     for trap in traps:
         print(f"  {name}, {trap['trap']}: on {trap['on']['verdict']} ({short(trap['on'])}), off {trap['off']['verdict']} ({short(trap['off'])})", flush=True)
-    return {"name": name, "what": check.what, "module": check.module, "words": [list(pair) for pair in check.words], "beside": check.beside, "why": check.why,
+    return {"name": name, "what": check.what, "module": check.module, "words": list(check.words), "beside": check.beside, "why": check.why,
             "traps": traps, "matters": seen}
 
 
@@ -48,14 +49,14 @@ def page(rows: list[dict[str, Any]]) -> str:
         (row["what"] + (f" (without the check `{row['beside']}`, too)" if row["beside"] else ""), trap["trap"].replace("_", " "), told(trap["on"]),
          told(trap["off"])) for row in rows for trap in row["traps"]])
     parts = ["# Checks of exact resume, switched off\n",
-             f"{len(rows)} checks, each switched off by itself. Without {len(seen)} of them a program goes on WRONG that was refused, or right, with it: it ends "
-             f"otherwise than undisturbed, without a word.\n", table]
+             f"{len(rows)} checks, each switched off by itself. Without {len(seen)} of them a program goes on WRONG that was refused, or right, with it: it "
+             f"ends otherwise than undisturbed, without a word.\n", table]
     rest = [row for row in rows if not row["matters"]]
     if rest:
         parts.append("\n## Without which no program was seen to go on wrongly\n\n" + "\n".join(f"- {row['what']}: {row['why'] or 'no reason known'}"
                                                                                               for row in rest))
     parts.append("\n## How each is switched off\n\n" + markdown_table(("check", "module", "words", "become"), [
-        (row["name"], row["module"], before, after) for row in rows for before, after in row["words"]]))
+        (row["name"], row["module"], *row["words"]) for row in rows]))
     return "\n".join(parts)
 
 

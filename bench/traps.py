@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from provenance import RESULTS, ROOT, markdown_table, stamp, write_result
+from provenance import RESULTS, ROOT, markdown_table, read_result, stamp, write_result
 
 sys.path.insert(0, str(ROOT / "tests" / "replay"))
 from interrupted import ONCE, TWICE, Programs, live
@@ -22,7 +22,7 @@ from traps import TRAPS, Trap
 
 OF_ITS_OWN = ("accumulator_made_inside", "list_of_losses", "own_generators")
 KILLED_TWICE = ("accumulator_made_inside", "replay_buffers", "own_generators", "log_appended_each_step", "persistent_workers")
-ONES_WAY, TWICE_KILLED, OWN_PROCESS = "killed once", "killed twice", "in a process of its own"
+KILLED_ONCE, TWICE_KILLED, OWN_PROCESS = "killed once", "killed twice", "in a process of its own"
 SAFE = ("right", "refused", "anew", "unkilled")
 MEANS = {"right": "went on exactly", "refused": "refused in words", "anew": "began anew", "unkilled": "had come to its end before", "WRONG": "**WRONG**",
          "crashed": "**crashed**"}
@@ -50,18 +50,21 @@ STEPS_TOLD = "a training of 24 steps, saved after the first step and after step 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="names of programs, with commas: prints, and writes nothing")
+    parser.add_argument("--only", default="", help="names of programs, with commas; rows of others are kept as they were")
     parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
     made, wanted = stamp(), set(filter(None, args.only.split(",")))
-    lives = [*((name, ONES_WAY) for name in TRAPS), *((name, TWICE_KILLED) for name in KILLED_TWICE), *((name, OWN_PROCESS) for name in OF_ITS_OWN)]
+    known = {(row["name"], row["how"]): row for row in read_result("traps", made, args.out).get("lives", ())}
+    lives = [*((name, KILLED_ONCE) for name in TRAPS), *((name, TWICE_KILLED) for name in KILLED_TWICE), *((name, OWN_PROCESS) for name in OF_ITS_OWN)]
     programs = Programs()
     try:
-        rows = [lived(programs, name, TRAPS[name], how) for name, how in lives if not wanted or name in wanted]
+        for name, how in lives:
+            if not wanted or name in wanted:
+                known[name, how] = lived(programs, name, TRAPS[name], how)
     finally:
         programs.close()
-    if not wanted:
-        write_result("traps", made, page(rows), {"lives": rows}, folder=args.out)
+    rows = [known[each] for each in lives if each in known]
+    write_result("traps", made, page(rows), {"lives": rows}, folder=args.out)
     wrong = [f"{row['name']} ({row['how']})" for row in rows if row["verdict"] not in SAFE]
     if wrong:
         raise SystemExit(f"traps: not safe: {', '.join(wrong)}")

@@ -6,7 +6,6 @@ A check matters where a program that was refused, or right, goes on wrongly with
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder, SourceFileLoader
 
@@ -15,12 +14,12 @@ REPLAY = "flatout.replay."
 
 @dataclass(frozen=True)
 class Check:
-    """``words`` of a module become others. ``traps``: those that show it, refused or right with it. ``beside``: another check, off in both cases, that hides this one. ``why``: where no
-    program goes on wrongly without it, what it is for."""
+    """Some ``words`` of a module become others. ``traps``: those that show it, refused or right with it. ``beside``: another check, off in both cases, that
+    hides this one. ``why``: where no program goes on wrongly without it, what it is for."""
 
     what: str
     module: str
-    words: tuple[tuple[str, str], ...]
+    words: tuple[str, str]
     traps: tuple[str, ...]
     beside: str = ""
     why: str = ""
@@ -29,9 +28,8 @@ class Check:
 CHECKS: dict[str, Check] = {}
 
 
-def check(name: str, what: str, module: str, before: str, after: str, *traps: str, beside: str = "", why: str = "",
-          also: Sequence[tuple[str, str]] = ()) -> None:
-    CHECKS[name] = Check(what, module if module.startswith("flatout") else REPLAY + module, ((before, after), *also), traps, beside, why)
+def check(name: str, what: str, module: str, before: str, after: str, *traps: str, beside: str = "", why: str = "") -> None:
+    CHECKS[name] = Check(what, module if module.startswith("flatout") else REPLAY + module, (before, after), traps, beside, why)
 
 
 # -- the way that it goes -------------------------------------------------------------------------------------------------------
@@ -51,8 +49,9 @@ check("large", "a value that was too large to be kept is the same when it is com
 check("large_computed", "a value that was too large to be kept is not asked of a tensor without values", "hearing",
       'tape.refuse(f"in step {tape.steps + 1} {really.__name__}() hands Python more of a tensor than was kept, and steers the program from there")',
       "return [0.0] * args[0].numel()", "large_list_that_was_computed")
-check("threads", "what another thread reads is not the program's way", "tape",
-      "return not self.deaf and here() == self.main", "return not self.deaf", "thread_reads_the_same_clock")
+check("threads", "what another thread reads from a clock is not the program's way", "hearing",
+      "if tape.deaf or not is_users(frame.f_code.co_filename) or threading.get_ident() != tape.main:\n            return self._really(*args, **kwargs)",
+      "if tape.deaf or not is_users(frame.f_code.co_filename):\n            return self._really(*args, **kwargs)", "thread_reads_the_same_clock")
 
 # -- what it has come to --------------------------------------------------------------------------------------------------------
 
@@ -67,11 +66,11 @@ check("others", "no variable leads to a tensor that looks as if it had values", 
       "teacher_in_a_generator_in_a_zip")
 check("generators", "random generators are of the same kind", "seam", 'self.refuse(f"`{path}` was another kind of random generator")', "pass",
       "generator_of_another_kind")
-check("draws", "a program does not draw in turns with what is skipped", "again", "if drawn:", "if False:", "random_in_turns_not_kept",
-      "numpy_in_turns_with_the_data_set")
+check("draws", "a program does not draw in turns with what is skipped", "again", "if drawn:", "if False:", "random_in_turns_in_a_cycle")
 check("complete", "all objects can be looked through", "seam", 'unsound = [] if world.complete else ["it holds more objects than can be looked through"]',
       "unsound = []", "more_than_can_be_looked_through")
-check("workers", "workers have given as many batches", "batches", 'if stood["given"] != iterator.given:', "if False:", "loader_asked_once_more")
+check("workers", "workers have given as many batches", "batches", 'if stood["given"] != iterator.given:', "if False:", "loader_asked_once_more",
+      why="each batch is an event and a value of the way, and what is compared of these comes first")
 
 # -- after the seam -------------------------------------------------------------------------------------------------------------
 
@@ -92,7 +91,8 @@ check("programs", "no other programs are started while it trains", "files",
       'ledger.set(started.Popen, "__init__", self._reaches_out(started.Popen.__init__, "it starts other programs while it trains"))', "pass",
       "another_program_writes")
 check("parts", "no parts of a file are changed", "files", 'self._why_not["it changes parts of a file"] = None', "pass", "array_in_a_file")
-check("by_itself", "a program that resumes by itself is left alone", "files", "if key in self.looked:", "if False:", "goes_on_by_itself")
+check("by_itself", "a program that resumes by itself is left alone", "files", "if key in self.looked:", "if False:", "goes_on_by_itself",
+      why="it says who goes on, the program from its own file or flatout; without it, this program goes on exactly")
 check("network", "nothing is asked over the network", "quiet",
       'self.refuse(f"the program asks {address[0]} over the network, which may answer otherwise than it did the first time")', "pass",
       "server_answers_otherwise")
@@ -130,7 +130,7 @@ def switch_off(names: str) -> None:
     """From now on, in this process. ``names`` with commas."""
     words: dict[str, list[tuple[str, str]]] = {}
     for name in names.split(","):
-        words.setdefault(CHECKS[name].module, []).extend(CHECKS[name].words)
+        words.setdefault(CHECKS[name].module, []).append(CHECKS[name].words)
     early = set(words) & set(sys.modules)
     assert not early, f"already there: {early}"
     sys.meta_path.insert(0, Finder(words))

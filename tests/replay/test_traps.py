@@ -1,5 +1,5 @@
-"""A program that is killed and typed again ends as if nothing had happened, or refuses in words: for things that going through it again might not see. These are
-a few of each kind; ``bench/traps.py`` runs all."""
+"""A program that is killed and typed again ends as if nothing had happened, or refuses in words: for things that going through it again might not see. These
+are a few of each kind; ``bench/traps.py`` runs all."""
 
 from __future__ import annotations
 

@@ -1151,6 +1151,7 @@ NUMBERS = """
 """
 trap("large_list_of_the_machine", NUMBERS.format(
     number="sum(torch.frombuffer(bytearray(os.urandom(2_400_000)), dtype=torch.int32).double().tolist())"), itself=True)
+trap("chance_in_a_cycle", NUMBERS.format(number="os.urandom(1)[0]"), itself=True)
 trap("large_list_that_was_computed", """
     import itertools
     wide, scale = torch.linspace(0, 1, 300_000), itertools.cycle([1.0])
@@ -1224,12 +1225,27 @@ trap("generator_of_another_kind", """
         train(batch(step) * own.random())
     end()
 """, between={"flag": ""})
+trap("random_in_turns_in_a_cycle", """
+    import itertools
+    class Draws(torch.utils.data.Dataset):
+        def __len__(self):
+            return 48
+        def __getitem__(self, at):
+            return data[at] + random.random()
+    for epoch in range(4):
+        for at, x in enumerate(torch.utils.data.DataLoader(Draws(), 8, shuffle=True)):
+            if at % 3 == 0:
+                scale = itertools.cycle([random.random()])
+            train(x * next(scale))
+    end()
+""")
 trap("more_than_can_be_looked_through", """
-    many = [[number] for number in range(210_000)]
+    batches = data.split(8)
+    many = [{"at": number} for number in range(210_000)]
     number = [os.getpid()]
     print("began", number, flush=True)
     for step in range(STEPS):
-        train(batch(step))
+        train(batches[step % 6])
     print("end", number, flush=True)
 """, itself=True)
 trap("loader_asked_once_more", """
@@ -1260,17 +1276,17 @@ trap("disk_without_other_names", """
     end()
 """)
 trap("file_rewritten_in_place", """
-    count = open("count.json", "w")
-    count.write("10")
-    count.flush()
+    best = open("best.txt", "w")
     for step in range(STEPS):
-        number = int(open("count.json").read())
-        train(batch(step), noise=0.01 * number)
-        count.seek(0)
-        count.truncate()
-        count.write(str(number + 1))
-        count.flush()
-    end(number)
+        loss = train(batch(step)).item()
+        if step in (7, 14):
+            best.seek(0)
+            best.truncate()
+            best.write(f"{loss:.6f}")
+            best.flush()
+        if step == 13:
+            optimizer.param_groups[0]["lr"] *= float(open("best.txt").read())
+    end()
 """)
 trap("server_answers_otherwise", """
     import itertools, socket, threading
