@@ -68,12 +68,13 @@ THEMES = (
     ("memory", "python bench/memory.py", "What saves memory and what it costs: activations computed again, accumulation in the Loop"),
     ("memory_gpu", "python bench/gpu/memory.py", "Frontier of recompute and batch size, out of memory for real, the batch finder beside a sweep: a 124M GPT"),
     ("ranks_gpu", "python bench/gpu/ranks.py", "Several ranks on one GPU beside one process: gradients, losses, and memory by kind, divided and whole"),
+    ("again_gpu", "python bench/gpu/again.py", "Exact resume on a GPU: plain scripts killed and gone on with"),
     ("trust_gpu", "python bench/gpu/trust.py", "Saves on a GPU: trainings killed and gone on with, what saves cost, a program that runs out of memory"),
     ("diagnosis_gpu", "python bench/gpu/diagnosis.py", "A profile on a GPU beside torch's events, sync debug mode, Nsight Compute; a leak, an out-of-memory"),
     ("tutorial", "python bench/gpu/tutorial.py", "ResNet-18 at 32x32: the tutorial, the informed one-liners, flatout"),
     ("gpt", "python bench/gpu/gpt.py", "GPT-2 124M in plain float32: as it is, the informed one-liners, flatout"),
 )
-NEEDS_GPU = {"kernels_gpu", "memory_gpu", "ranks_gpu", "trust_gpu", "diagnosis_gpu", "tutorial", "gpt"}
+NEEDS_GPU = {"kernels_gpu", "memory_gpu", "ranks_gpu", "again_gpu", "trust_gpu", "diagnosis_gpu", "tutorial", "gpt"}
 COLUMNS_OF_INDEX = ("theme", "question", "device", "date", "page", "made by")
 
 

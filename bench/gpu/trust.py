@@ -76,9 +76,6 @@ def loss_fn(model: Any, batch: Any) -> Any:
 
 def child(kind: str, saves: Path | None, steps: int, out: Path, smoke: bool) -> None:
     """Train to the end, and leave the digest of all that was learned. A file beside says where it stands."""
-    import numpy as np
-    import torch
-
     import flatout
 
     flatout.seed(0, deterministic=True)
@@ -88,13 +85,21 @@ def child(kind: str, saves: Path | None, steps: int, out: Path, smoke: bool) -> 
         raise SystemExit("; ".join(loop.resumed.sentences()))
     for step in loop:
         out.with_suffix(".at").write_text(str(step.index))
+    out.write_text(digest_of(model, optimizer))
+
+
+def digest_of(model: Any, optimizer: Any) -> str:
+    """Of all that was learned, and of the random states."""
+    import numpy as np
+    import torch
+
     digest = hashlib.sha256()
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
     for tensor in (*model.parameters(), *model.buffers(), *state):
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     cuda = torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else []
     digest.update(repr([torch.get_rng_state().tolist(), cuda, random.getstate(), np.random.get_state()[1].tolist()]).encode())
-    out.write_text(digest.hexdigest())
+    return digest.hexdigest()
 
 
 def words(kind: str, saves: Path | None, steps: int, out: Path, smoke: bool) -> list[str]:

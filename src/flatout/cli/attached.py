@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from flatout.capture.listener import Listener, Several
 from flatout.capture.scene import Scene
 from flatout.engine.applier import EARLY, LATE, Applier, Outcome, one_line
 from flatout.levers import TABLE
+from flatout.plan.errors import CannotResume
 from flatout.plan.facts import Facts
 from flatout.plan.plan import Plan
 from flatout.plan.standing import standing
@@ -29,12 +31,19 @@ def attach(job: dict[str, Any]) -> None:
     """The entry that the bootstrap calls right after ``import torch``."""
     import torch
 
-    if job.get("watch") is None:
-        Attached(job, torch)
-    else:
-        from flatout.cli.watching import WatchedJob
+    try:
+        if job.get("watch") is None:
+            Attached(job, torch)
+        else:
+            from flatout.cli.watching import WatchedJob
 
-        WatchedJob(job, torch)
+            WatchedJob(job, torch)
+    except Exception as error:
+        if job.get("resume") is None:
+            raise
+        # It may stand half-way between two lives, and must not run on like that.
+        say_at_once(f"cannot go on exactly: flatout made a mistake ({type(error).__name__}: {error}).")
+        os._exit(CannotResume.exit_code)
 
 
 class Attached(Listener):
@@ -73,7 +82,8 @@ class Attached(Listener):
 
     def step_end(self) -> None:
         if self.scene.steps == 1:
-            self.applier.start(self.plan, LATE)
+            with self.again.for_real() if self.again is not None else nullcontext():
+                self.applier.start(self.plan, LATE)
             if self.rescue is not None and (self.again is None or not self.again.going):
                 self.rescue.begin(self.scene)
             self.speaks = self.rank == 0 and speaks_first(os.environ["FLATOUT_JOB"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import shutil
 import sys
 import traceback
 import uuid
@@ -16,6 +17,7 @@ from flatout.capture.bootstrap import records_first, say_at_once
 from flatout.capture.frames import is_users
 from flatout.capture.ledger import Ledger
 from flatout.engine.rescue import Rescue
+from flatout.launch.anew import become_again
 from flatout.pipeline.streams import own_generators
 from flatout.plan import pulse
 from flatout.plan.errors import CannotResume, FlatoutError, SaveError
@@ -27,7 +29,7 @@ unlink = os.unlink  # as it is before the program's files are looked after
 if TYPE_CHECKING:
     from flatout.replay.again import Again
 
-JOURNAL = "journal-"
+JOURNAL, FETCHES = "journal-", "FLATOUT_FETCHES"
 
 
 def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: Mapping[str, Any]) -> Again | None:
@@ -45,6 +47,7 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
     if not records_first(os.environ["FLATOUT_JOB"]):
         return None
     pulse.goes_on_exactly()
+    again: Again | None = None
     folder = rescue.folder
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     save = None if asked["anew"] else newest_exact(folder)
@@ -52,7 +55,11 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
     journal = folder / (save.manifest.told["journal"] if save is not None else f"{JOURNAL}{uuid.uuid4().hex[:8]}")
 
     def refuse(why: str) -> NoReturn:
-        """Ends the process: nothing of the program may run with tensors that have no values."""
+        """Ends the process: nothing of the program may run with tensors that have no values. Once it becomes itself again, and reads its data on the way."""
+        if again is not None and again.skips and FETCHES not in os.environ:
+            say_at_once(f"{why}; once more, with its data read on the way")
+            unlink(f"{os.environ['FLATOUT_JOB']}.exactly")
+            become_again({FETCHES: "1"})
         then = "`flatout rescue` lists what is kept; `flatout run --resume --anew` begins anew"
         if not asked["insists"]:
             unlink(journal)
@@ -61,6 +68,7 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
         os._exit(CannotResume.exit_code)
 
     def seam() -> None:
+        os.environ.pop(FETCHES, None)
         say_at_once(f"going on exactly after step {save.step if save is not None else 0}")
         pulse.goes_on_here()
         at_seam()
@@ -76,6 +84,8 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
     state = None
     if unfinished and asked["insists"]:
         refuse(f"of its last start there is no save to go on from: {unfinished}")
+    if save is None and FETCHES in os.environ:
+        refuse("the save that it was on the way to is not there any more")
     if save is None:
         _tidy(folder)
     else:
@@ -85,7 +95,7 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
             state = save.read(torch)["exact"]
         except FlatoutError as error:
             refuse(str(error).rstrip("."))
-    again = Again(journal, state, rescue, ledger, say_at_once, refuse, own_generators, seam, left_alone, asked["shows"])
+    again = Again(journal, state, rescue, ledger, say_at_once, refuse, own_generators, seam, left_alone, asked["shows"], FETCHES in os.environ)
     atexit.register(_ended, again, rescue)
     rescue.beside = Told(again, journal.name)
     if save is not None:
@@ -115,6 +125,9 @@ class Told:
 
     def __init__(self, again: Again, journal: str) -> None:
         self.again, self.journal = again, journal
+        from flatout.replay.world import users_modules
+
+        self._modules, self._sources = users_modules, dict[str, str]()
         self._why_not = ""
 
     def beside(self, frame: Any) -> tuple[dict[str, Any], str]:
@@ -125,7 +138,11 @@ class Told:
         return found, self._why_not
 
     def told(self) -> dict[str, Any]:
-        return {"journal": self.journal, "program": sys.orig_argv, "sources": sources()}
+        for module in self._modules():
+            file = os.path.abspath(getattr(module, "__file__", None) or "")
+            if file not in self._sources and is_users(file):
+                self._sources[file] = _digest_of(file)  # as it is when it is first seen: what changes later is not what runs
+        return {"journal": self.journal, "program": sys.orig_argv[1:], "sources": self._sources}
 
     def kept(self, step: int) -> None:
         if not self._why_not and not self.again.tape.broken:
@@ -143,7 +160,7 @@ def newest_exact(folder: Path) -> Save | None:
         except SaveError:
             continue
         told = save.manifest.told
-        if told.get("program") != sys.orig_argv:
+        if told.get("program") != sys.orig_argv[1:]:
             continue
         if told.get("exact") == "" and type(told.get("journal")) is str and (folder / Path(told["journal"]).name).is_file():
             return save
@@ -157,7 +174,7 @@ def why_not_exact(folder: Path) -> str:
             told = believed(path).manifest.told
         except SaveError:
             continue
-        if told.get("program") == sys.orig_argv and told.get("exact") and (folder / Path(str(told.get("journal"))).name).is_file():
+        if told.get("program") == sys.orig_argv[1:] and told.get("exact") and (folder / Path(str(told.get("journal"))).name).is_file():
             return str(told["exact"])
     return ""
 
@@ -177,12 +194,6 @@ def _may_go_on(torch: Any, save: Save) -> None:
 LATER = ("threads", "threads between operators", "deterministic algorithms", "cudnn.benchmark", "cudnn.deterministic", "matmul precision")
 
 
-def sources() -> dict[str, str]:
-    """Digests of the user's own source files that are in use."""
-    files = {os.path.abspath(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None)) and is_users(os.path.abspath(file))}
-    return {file: _digest_of(file) for file in sorted(files)}
-
-
 def _digest_of(file: str) -> str:
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
@@ -191,6 +202,9 @@ def _digest_of(file: str) -> str:
 
 
 def _tidy(folder: Path) -> None:
-    """Journals of runs that nobody can go on from any more."""
-    for journal in folder.glob(f"{JOURNAL}*"):
-        journal.unlink(missing_ok=True)
+    """Journals of runs that nobody can go on from any more, and what lies beside them."""
+    for path in folder.glob(f"{JOURNAL}*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -38,16 +39,18 @@ FORWARD, BACKWARD, WENT_BACKWARD, OPTIMIZER, STEPPED = 2, 3, 4, 5, 6  # events, 
 class Again(Listener):
     """``journal``: where it lies. ``state``: what `beside` has given to the save that is to be gone on from, None to begin. ``saving`` is the listener that
     saves; it hears nothing before the seam. ``say`` is for the person; ``refuse`` ends the process with a sentence. ``at_seam`` is called when
-    the program has become the one that was saved, ``left_alone`` with a sentence where it goes on by itself."""
+    the program has become the one that was saved, ``left_alone`` with a sentence where it goes on by itself. ``fetches``: batches
+    of this process are fetched on the way."""
 
     def __init__(self, journal: Path, state: dict[str, Any] | None, saving: Listener, ledger: Ledger, say: Callable[[str], None],
                  refuse: Callable[[str], NoReturn], find: Find, at_seam: Callable[[], None],
-                 left_alone: Callable[[str], None], shows: bool) -> None:
+                 left_alone: Callable[[str], None], shows: bool, fetches: bool) -> None:
         self.refuse, self.left_alone = refuse, left_alone
         self.journal, self.saved, self.saving, self.ledger, self.say, self.at_seam = journal, state, saving, ledger, say, at_seam
         self.tape = Tape(self.refuse, say)
         self.skeletons = Skeletons(self.refuse)
         self.batches = Batches(self.tape, ledger, self._begins, find)
+        self.batches.fetches = fetches
         self.files = Files(journal.with_name(f"{journal.name}.files"), self.tape, self.refuse, self._resumes_by_itself)
         self._mode: Any = None
         self._quiet: Quiet | None = None
@@ -77,6 +80,11 @@ class Again(Listener):
     @property
     def going(self) -> bool:
         return self.tape.going
+
+    @property
+    def skips(self) -> bool:
+        """Whether the program is still on its way, and its data set was passed over in this process: it may keep count of what it is asked for."""
+        return self.saved is not None and bool(self.batches.skipped)
 
     def _forked(self) -> None:
         self.tape.deaf += 1
@@ -134,8 +142,28 @@ class Again(Listener):
             if self.tape.going:
                 self._draws = Draws()
                 self._mode.off = False
-                if "torch._dynamo" in sys.modules:  # else nothing is compiled
-                    torch.compiler.set_stance("force_eager")
+                self._without_compiler()
+
+    @contextmanager
+    def for_real(self) -> Iterator[None]:
+        """What is done inside is ours: it acts on the tensors that are there, and is nobody's business."""
+        before = self._mode.off if self._mode is not None else True
+        self.tape.deaf += 1
+        if self._mode is not None:
+            self._mode.off = True
+        try:
+            yield
+        finally:
+            self.tape.deaf -= 1
+            if self._mode is not None:
+                self._mode.off = before
+            if self.tape.going:
+                self._without_compiler()
+
+    @staticmethod
+    def _without_compiler() -> None:
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            torch.compiler.set_stance("force_eager")
 
     # -- events -------------------------------------------------------------------------------------------------------------
 
@@ -197,6 +225,8 @@ class Again(Listener):
         self.files.play(state["files"])
         self._skipping.set(torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__))
         self._skipping.set(torch.nn.Parameter, "__deepcopy__", self._for_real(torch.nn.Parameter.__deepcopy__))
+        function = torch.autograd.Function
+        self._skipping.set(function, "apply", classmethod(self._with_sources(vars(function)["apply"])))
         named = torch.autograd.profiler.record_function  # a profiler's names for what happens: a fifth of the time of a step that computes nothing
         self.ledger.set(named, "__enter__", _unless(named.__enter__, lambda _: self.tape.going))
         self.ledger.set(named, "__exit__", _unless(named.__exit__, lambda name: name.record is None))
@@ -249,6 +279,18 @@ class Again(Listener):
             return self.skeletons.grads(outputs, inputs)
 
         return grad
+
+    def _with_sources(self, really: Any) -> Callable:
+        """A function with a backward pass of its own: what it gives comes from what it was given."""
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            of_class = really.__get__(None, cls)
+            if self._mode.off:
+                return of_class(*args, **kwargs)
+            with torch.no_grad():
+                found = of_class(*args, **kwargs)
+            return self.skeletons.comes_from(found, (*args, *kwargs.values()))
+
+        return apply
 
     def _for_real(self, really: Callable) -> Callable:
         @wraps(really)

@@ -38,7 +38,8 @@ class Batches:
         self.tape, self.ledger, self.begins, self.find = tape, ledger, begins, find
         self.iterators: list[weakref.ref[Any]] = []
         self.fetched: set[int] = set()  # numbers of the iterators whose batches hold more than tensors
-        self._last: Any = None
+        self.fetches = False  # on the way to a save, too
+        self.skipped = 0  # batches of this process that were not fetched on the way
         self._shapes: list[Any] = []
         self._numbers: dict[Any, int] = {}
         self._coming: Passing | None = None  # whose real iterator is being made
@@ -108,7 +109,8 @@ class Batches:
                 return really(fetcher, index)
             if tape.going and by_index:
                 batch = self._played()
-                if batch is not None:
+                if batch is not None and not self.fetches:
+                    self.skipped += 1
                     return batch
             tape.deaf += 1
             try:

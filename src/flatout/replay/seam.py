@@ -137,7 +137,7 @@ class Seam:
     def compare(self, world: World) -> None:
         """Whether the program has come to what it was. Refuses where it has not."""
         before, now = self.state["plain"], world.plain
-        differ = [f"`{name}` is {_shown(now[name])} and was {_shown(value)}" for name, value in before.items() if name in now and now[name] != value]
+        differ = [_differs(name, value, now[name], world.leaves[name]) for name, value in before.items() if name in now and now[name] != value]
         differ += [f"`{name}` is not there any more" for name in before if name not in now] + [f"`{name}` was not there" for name in now if name not in before]
         if differ:
             self.refuse(f"the program has come to the place of the save with other values: {'; '.join(differ[:SHOWN])}{_more(differ)}")
@@ -224,9 +224,11 @@ def _placed(values: Any, device: str, lies: list[int], memory: dict[int, Any]) -
     return made.copy_(values)
 
 
-def _shown(told: str) -> str:
-    """The value behind a digest."""
-    return told.partition(" ")[2]
+def _differs(name: str, before: str, now: str, leaves: list[str]) -> str:
+    """The first value in a variable that is another one, where it is among those that are told of."""
+    marks = [told.partition(" ")[2] for told in (before, now)]
+    at = next((at for at in range(len(leaves)) if marks[0][4 * at:4 * at + 4] != marks[1][4 * at:4 * at + 4]), None)
+    return leaves[at] if at is not None else f"`{name}` has changed"
 
 
 def _more(found: Iterable[Any]) -> str:

@@ -266,6 +266,14 @@ class Skeletons:
                 found = self._union(found, self.sources_of(each))
         return found
 
+    def comes_from(self, found: Any, given: Iterable[Any]) -> Any:
+        """Skeletons among what was found know the weights among what was given."""
+        sources = self.sources_of(list(given)) if torch.is_grad_enabled() else NOWHERE
+        for each in (found,) if isinstance(found, torch.Tensor) else found if isinstance(found, tuple) else ():
+            if type(each) is Skeleton and each.meta[2].is_floating_point:
+                each.sources = self._union(each.sources, sources)
+        return found
+
     def _union(self, a: frozenset[Any], b: frozenset[Any]) -> frozenset[Any]:
         if not b or a is b:
             return a

@@ -36,7 +36,7 @@ from flatout.capture.names import variables_of
 MOST_THINGS = 200_000
 DEEPEST = 24
 LONG = 4096  # entries; what is longer is not looked through where its first entries are plain
-SHOWN = 60
+SHOWN, MARKED = 60, 256
 ADDRESSES = 1 << 44, 1 << 47
 PLAIN = (bool, int, float, complex, str, bytes, type(None), range, slice, torch.Size, torch.dtype, torch.device)
 ROWS = (list, tuple, deque)
@@ -62,7 +62,8 @@ class World:
         self.optimizers: dict[str, Any] = {}
         self.generators: dict[str, Any] = {}
         self.buffers: dict[str, Any] = {}  # files in memory
-        self.plain: dict[str, str] = {}  # variable -> digest of the plain values in it, and a few of them to show
+        self.plain: dict[str, str] = {}  # variable -> digest of the plain values in it, and a part of that of each of the first ones
+        self.leaves: dict[str, list[str]] = {}  # variable -> those first ones, for people
         self.kept: set[str] = set()  # paths of tensors that belong to modules
         self.complete = True
 
@@ -86,8 +87,14 @@ class World:
 
 def users_modules() -> Iterator[types.ModuleType]:
     for name, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and (name == "__main__" or _is_users_file(getattr(module, "__file__", None))):
+        known = _MODULES.get(name)
+        if known is None or known[0] is not module:  # thousands, and a save is to be quick
+            known = _MODULES[name] = module, isinstance(module, types.ModuleType) and (name == "__main__" or _is_users_file(getattr(module, "__file__", None)))
+        if known[1]:
             yield module
+
+
+_MODULES: dict[str, tuple[Any, bool]] = {}
 
 
 def _is_users_file(file: Any) -> bool:
@@ -115,22 +122,24 @@ class _Walk:
         self.world = world
         self.seen: dict[int, Any] = {}  # held, so that no number is given twice
         self.left = MOST_THINGS
-        self._digest = 0
-        self._shown = ""
+        self._digest, self._marks = 0, ""
+        self._leaves: list[str] = []
 
     def variable(self, path: str, name: str, value: Any, users: bool = True) -> None:
         if name.startswith("__") or name == "_" or isinstance(value, CLOSED):
             return
-        self._digest, self._shown = 0, ""
+        self._digest, self._marks, self._leaves = 0, "", []
         self._visit(path, value, users, 0)
         if self._digest:
-            self.world.plain[path] = f"{self._digest:08x} {self._shown}"
+            self.world.plain[path], self.world.leaves[path] = f"{self._digest:08x} {self._marks}", self._leaves
 
     def _note(self, path: str, value: str, users: bool) -> None:
         if users:
-            self._digest = zlib.crc32(f"{path}={value};".encode(errors="replace"), self._digest) or 1
-            if not self._shown:
-                self._shown = value[:SHOWN]
+            mark = zlib.crc32(f"{path}={value};".encode(errors="replace"))
+            self._digest = zlib.crc32(mark.to_bytes(4, "little"), self._digest) or 1
+            if len(self._leaves) < MARKED:
+                self._marks += f"{mark & 0xffff:04x}"
+                self._leaves.append(f"`{path}` is {value[:SHOWN]} now")
 
     def _visit(self, path: str, value: Any, users: bool, depth: int) -> None:
         kind = type(value)
@@ -268,12 +277,13 @@ class _Walk:
         own = _is_users_class(kind) or name in NAMESPACES or kind.__module__ in OPEN_OF_PYTHON or kind.__module__.startswith("torch.optim")
         if not own and not _is_open(kind):
             return None
+        users = _is_users_class(kind) or (users and own)  # the user's own also where a library holds it
         for key, value in list(getattr(thing, "__dict__", {}).items()):
-            self._visit(f"{path}.{key}", value, users and own, depth)
+            self._visit(f"{path}.{key}", value, users, depth)
         for each in kind.__mro__:
             for slot in getattr(each, "__slots__", ()) if type(getattr(each, "__slots__", ())) in (list, tuple) else ():
                 if slot not in ("__dict__", "__weakref__") and hasattr(thing, slot):
-                    self._visit(f"{path}.{slot}", getattr(thing, slot), users and own, depth)
+                    self._visit(f"{path}.{slot}", getattr(thing, slot), users, depth)
         return None
 
 

@@ -1,0 +1,140 @@
+"""Exact resume of a plain script on a GPU, in one command: killed at random moments under `flatout run --resume` until it is done.
+
+The tutorial's ResNet-18 (augmentation in two loader workers) and the 124M GPT, both with dropout on the device and deterministic kernels, in a loop of plain
+PyTorch. Weights,
+buffers, the optimizer's state and all random states at the end must be those of the run that nobody killed and that knew nothing of flatout. Beside that:
+seconds from a start to the
+seam, against the seconds that the steps before it had taken.
+
+    python bench/gpu/again.py
+
+``--smoke`` runs the same code in a tiny size, on the CPU where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "programs"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from provenance import RESULTS, markdown_table, read_json, stamp, write_result
+from trust import CHILD_S, NO_GPU, digest_of, loss_fn, made
+
+SEAM = re.compile(r"going on exactly after step (\d+)")
+
+
+def child(kind: str, steps: int, out: Path, smoke: bool) -> None:
+    import numpy as np
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model, optimizer, loader = made(kind, smoke)
+    device = next(model.parameters()).device
+    step = 0
+    while step < steps:
+        for x, y in loader:
+            loss = loss_fn(model, (x.to(device), y.to(device)))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if step % 10 == 0:
+                print(f"step {step} {loss.item():.6f}", flush=True)
+            if step >= steps:
+                break
+    out.write_text(digest_of(model, optimizer))
+
+
+def killed(kind: str, steps: int, kills: int, smoke: bool, folder: Path) -> dict[str, Any]:
+    draw, plain, again = random.Random(kind), folder / f"{kind} plain", folder / f"{kind} again"
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0"}
+
+    def words(out: Path) -> list[str]:
+        return [sys.executable, str(Path(__file__).resolve()), "--child", kind, "--steps", str(steps), "--to", str(out), *(["--smoke"] if smoke else [])]
+
+    began = time.monotonic()
+    subprocess.run(words(plain), cwd=folder, env=environment, stdout=subprocess.DEVNULL, timeout=CHILD_S, check=True)
+    whole_s, seams, done, failed = time.monotonic() - began, [], 0, ""
+    while True:
+        began = time.monotonic()
+        with open(folder / "said", "w") as said:
+            process = subprocess.Popen([sys.executable, "-m", "flatout", "run", "--plan", "none", "--resume", *words(again)], cwd=folder, env=environment,
+                                       stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
+        expected, seam = bool(done), None
+        wait = draw.uniform(0.1, whole_s / (kills + 1))
+        while process.poll() is None and time.monotonic() - began < CHILD_S:
+            found = SEAM.search((folder / "said").read_text())
+            if found and seam is None:
+                seam = int(found[1])
+                seams.append([seam, round(time.monotonic() - began, 2)])
+            manifests = folder.glob(".flatout/*/rescue/*/manifest.json")
+            ready = seam is not None if expected else any(read_json(path)["told"].get("exact") == "" for path in manifests)
+            if ready and done < kills:
+                time.sleep(wait)
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                done += 1
+                break
+            time.sleep(0.02)
+        else:
+            failed = "" if process.poll() == 0 else (folder / "said").read_text().strip()[-300:]
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                failed = "it did not end in time"
+            break
+    return {"training": kind, "steps": steps, "kills": done, "seams": seams, "whole_s": whole_s, "failed": failed,
+            "same": not failed and plain.read_text() == again.read_text()}
+
+
+def page(found: dict[str, Any]) -> str:
+    return f"# Exact resume of a plain script on a GPU\n\n{(__doc__ or '').split(chr(10), 2)[2].split('    python')[0].strip()}\n\n" + markdown_table(
+        ("training", "steps", "kills", "seams: step (s after the start)", "whole run, s", "the same bits"),
+        [(each["training"], each["steps"], each["kills"], ", ".join(f"{step} ({seconds})" for step, seconds in each["seams"]), f"{each['whole_s']:.0f}",
+          "yes" if each["same"] else f"**no** {each['failed']}") for each in found["killed"]]) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="the same code in a tiny size, on the CPU where there is no GPU; writes to a temporary folder")
+    parser.add_argument("--kills", type=int, default=5, help="of each training (default 5)")
+    for hidden, kind in (("--child", str), ("--to", Path), ("--steps", int)):
+        parser.add_argument(hidden, type=kind, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is not None:
+        child(args.child, args.steps, args.to, args.smoke)
+        return 0
+    import torch
+
+    if not torch.cuda.is_available() and not args.smoke:
+        sys.stderr.write("this benchmark needs a CUDA GPU, and torch sees none here: nothing was measured, nothing was written.\n"
+                         "--smoke runs the same code in a tiny size on the CPU.\n")
+        return NO_GPU
+    theme, begun, found = "again_gpu" if torch.cuda.is_available() else "again_gpu_smoke", stamp(), dict[str, Any](killed=[])
+    out = Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS
+    with tempfile.TemporaryDirectory() as name:
+        for kind, steps in (("tutorial", 40 if args.smoke else 400), ("gpt", 60 if args.smoke else 300)):
+            place = Path(name) / kind
+            place.mkdir()
+            found["killed"].append(killed(kind, steps, 2 if args.smoke else args.kills, args.smoke, place))
+            written = write_result(theme, begun, page(found), found, folder=out)
+    print(f"{page(found)}\nwritten: {', '.join(path.name for path in written)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
