@@ -16,7 +16,6 @@ REFUSED = {  # program -> words that it is refused with, of one check each
     "mask_made_meanwhile": "with other tensors: `mask`",
     "large_table_through_data": "had other values before the training began",
     "teacher_in_a_generator_in_a_zip": "where no variable leads to them",
-    "random_in_turns_not_kept": "draws random numbers itself",
     "generator_of_another_kind": "another kind of random generator",
     "loader_in_a_cycle": "of a tensor that was not kept",
     "hidden_state_with_its_graph": "a backward pass goes through `state`",
@@ -54,9 +53,9 @@ def test_what_resumes_by_itself_is_left_alone(programs, tmp_path):
     assert found.verdict == "unkilled", found.why  # no save is due that a kill could follow
 
 
-def test_a_process_of_its_own_tells_the_same(programs, tmp_path):
-    """The others are forked from one that has imported torch already."""
-    found = live(programs, tmp_path, TRAPS["accumulator_made_inside"].in_a_process_of_its_own)
+def test_once_more_with_its_data_read(programs, tmp_path):
+    """Its data set draws from the generator that its loop draws from. In a process of its own; the others are forked from one that has imported torch already."""
+    found = live(programs, tmp_path, TRAPS["random_in_turns_not_kept"].in_a_process_of_its_own)
     assert (found.verdict, found.after) == ("right", 10), found.why
 
 
