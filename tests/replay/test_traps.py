@@ -54,7 +54,7 @@ def test_what_resumes_by_itself_is_left_alone(programs, tmp_path):
 
 
 def test_once_more_with_its_data_read(programs, tmp_path):
-    """Its data set draws from the generator that its loop draws from. In a process of its own; the others are forked from one that has imported torch already."""
+    """Its data set draws from the generator that its loop draws from. In a process of its own: the others are forked from one that knows torch already."""
     found = live(programs, tmp_path, TRAPS["random_in_turns_not_kept"].in_a_process_of_its_own)
     assert (found.verdict, found.after) == ("right", 10), found.why
 
