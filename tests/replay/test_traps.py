@@ -7,11 +7,10 @@ import pytest
 from interrupted import TWICE, Programs, live
 from traps import TRAPS
 
-GOES_ON = ("own_generators", "values_steer", "mean_of_weights", "clock_steers", "best_file_moved_into_place", "state_in_a_buffer", "persistent_workers")
+GOES_ON = ("own_generators", "values_steer", "clock_steers", "best_file_moved_into_place", "persistent_workers", "data_set_counts")
 REFUSED = {  # program -> words that it is refused with, of one check each
     "other_place_before_the_save": "goes another way than it did the first time",
     "reads_less_before_the_save": "has not asked for 1 values",
-    "reads_more_before_the_save": "asks for more than it did the first time",
     "process_number_kept": "with other values: `number` is",
     "mask_made_meanwhile": "with other tensors: `mask`",
     "large_table_through_data": "had other values before the training began",
@@ -20,7 +19,6 @@ REFUSED = {  # program -> words that it is refused with, of one check each
     "loader_in_a_cycle": "of a tensor that was not kept",
     "hidden_state_with_its_graph": "a backward pass goes through `state`",
     "numbers_change_meanwhile": "has changed since the program read it",
-    "disk_without_other_names": "had written after the save",
     "helper_changes_meanwhile": "helper.py has changed",
     "server_answers_otherwise": "over the network",
     "rows_in_a_database": "it keeps a database",
