@@ -161,9 +161,14 @@ class Seam:
         known |= {id(tensor.grad) for tensor in world.tensors.values() if type(tensor) is not Skeleton and tensor.is_leaf and tensor.grad is not None}
         known |= {id(tensor._base) for tensor in world.tensors.values() if type(tensor) is not Skeleton and tensor._base is not None}  # of a view
         others = [tensor for tensor in living() if id(tensor) not in known and type(tensor) is not Skeleton and not self.origins.unchanged(tensor)]
+        others += [tensor for tensor in living() if id(tensor) not in known and self._was_written_to(tensor) and not any(tensor is each for each in others)]
         if others:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in others[:SHOWN])
             self.refuse(f"{len(others)} tensors are held where no variable leads to them (of shape {shapes}{_more(others)}), and their values were not kept")
+
+    def _was_written_to(self, tensor: Any) -> bool:
+        """By another name for its memory."""
+        return type(tensor) in USUAL and tensor.layout is torch.strided and not tensor.is_meta and tensor.untyped_storage().data_ptr() in self.skeletons.memory
 
     def put_back(self, world: World) -> None:
         state = self.state
