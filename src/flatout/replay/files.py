@@ -74,6 +74,9 @@ class Files:
         ledger.set(pickle, "dump", self._dumped(pickle.dump))
         started: Any = sys.modules["subprocess"]  # torch has imported it
         ledger.set(started.Popen, "__init__", self._reaches_out(started.Popen.__init__, "it starts other programs while it trains"))
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            ledger.set(numpy.memmap, "__new__", self._mapped(numpy.memmap.__new__))
         ledger.set(os, "system", self._reaches_out(os.system, "it starts other programs while it trains"))
         ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it keeps a database"))
 
@@ -108,7 +111,7 @@ class Files:
                 return really(file, mode, *args, **kwargs)
             if set(str(mode)) & set("wax+"):
                 self._writes(key, str(mode))
-                if "+" in str(mode):
+                if "r" in str(mode):
                     self._why_not["it changes parts of a file"] = None
                 handle = really(file, mode, *args, **kwargs)
                 self._open.add(handle)
@@ -126,6 +129,15 @@ class Files:
             return really(*args, **kwargs)
 
         return reach
+
+    def _mapped(self, really: Callable) -> Callable:
+        @wraps(really)
+        def mapped(kind: Any, filename: Any, dtype: Any = "uint8", mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
+            if self.tape.hears and mode not in ("r", "c", "readonly", "copyonwrite"):
+                self._why_not["it changes parts of a file"] = None
+            return really(kind, filename, dtype, mode, *args, **kwargs)
+
+        return mapped
 
     def unsound(self) -> list[str]:
         """Why what the program does outside of itself could not be gone on with."""

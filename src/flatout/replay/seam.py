@@ -12,6 +12,7 @@ Plain values are never put back. They have come to be again by the program's own
 from __future__ import annotations
 
 import gc
+import sys
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -38,6 +39,12 @@ class Origins:
         found = {id(tensor): tensor for tensor in (*world.tensors.values(), *(living() if everything else ()))}
         self._versions = {key: (tensor, tensor._version) for key, tensor in found.items() if not tensor.is_inference()}
         self._digests: dict[tuple[int, int], int] = {}
+
+    def let_go(self) -> None:
+        """Of those that nobody else holds any more."""
+        for key in list(self._versions):
+            if sys.getrefcount(self._versions[key][0]) <= 2:  # the pair, and the asking
+                del self._versions[key]
 
     def forget(self, tensor: Any) -> None:
         """It is another one now."""
@@ -156,6 +163,7 @@ class Seam:
     def _look_for_others(self, world: World) -> None:
         """Tensors that no variable leads to: those without values stop whoever reads them; those that look as if they had some are what nobody can put back."""
         gc.collect()
+        self.origins.let_go()
         known = {id(tensor) for tensor in world.tensors.values()} | {id(leaf) for leaf in pytree.tree_leaves(self.state) if isinstance(leaf, torch.Tensor)}
         known |= {id(leaf) for optimizer in world.optimizers.values() for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, torch.Tensor)}
         known |= {id(tensor.grad) for tensor in world.tensors.values() if type(tensor) is not Skeleton and tensor.is_leaf and tensor.grad is not None}
