@@ -55,6 +55,8 @@ THEMES = (
     ("exchange", "python bench/exchange.py", "What travels between ranks: bytes and waiting by way and bucket size, the loss with fewer exchanges"),
     ("rescue", "python bench/rescue.py DIR", "Public scripts killed under `run --rescue`: whether the save is what they had learned, bit for bit; its cost"),
     ("again", "python bench/again.py DIR", "Public scripts killed at random under `run --resume`: whether they go on exactly, weights and lines; how fast"),
+    ("traps", "python bench/traps.py", "Small programs that exact resume could get wrong, killed and typed again: exactly as undisturbed, or refused in words"),
+    ("again_checks", "python bench/again_checks.py", "Each check of exact resume switched off: which program, refused with it, then goes on wrongly"),
     ("two_hosts", "python bench/two_hosts.py", "A training over two hosts whose link is cut and which are killed: goes on, begins again or ends, never a hang"),
     ("launcher", "python bench/launcher.py", "What outlives a launcher of several ranks that is killed; whether the rank that failed first is named"),
     ("supervise", "python bench/supervise.py --faults 60 --alarms 6 --kills 100 --told 100 --overhead 60",

@@ -70,30 +70,33 @@ class Lives:
     after: int = 0
 
 
-def live(programs: Programs, folder: Path, trap: Trap, kills: Sequence[tuple[int, int]] = ONCE) -> Lives:
-    lines = []
-    if not trap.itself:
-        undisturbed = folder / "undisturbed"
-        write(undisturbed, trap)
-        done = programs(undisturbed, ["python", "train.py"], {"PYTHONHASHSEED": "0"}, trap.fresh)
-        assert done.code == 0, done.err
-        lines = done.out.splitlines()
-        assert any(line.startswith("end") for line in lines)
+def live(programs: Programs, folder: Path, trap: Trap, kills: Sequence[tuple[int, int]] = ONCE, off: str = "") -> Lives:
+    """``off``: checks of ``mutants.py`` that are switched off."""
     work = folder / "work"
     write(work, trap)
     for save, kill in kills:
-        saves = {"PYTHONPATH": SITE, "TRAP_SAVE": str(save)}
+        saves = {"PYTHONPATH": SITE, "TRAP_SAVE": str(save), "TRAP_OFF": off}
         killed = programs(work, ["flatout", *COMMAND], {**saves, "TRAP_KILL": str(kill)}, trap.fresh)
         if killed.code != -9:
             break
     if killed.code != -9:
-        same = killed.code == 0 and (trap.itself or killed.out.splitlines() == lines)
+        same = killed.code == 0 and (trap.itself or killed.out.splitlines() == undisturbed(programs, folder, trap))
         return Lives("unkilled" if same else "crashed", f"it was not killed: {killed.code}, {last(killed.err)}")
     for name, text in trap.between.items():
         (work / name).write_text(text)
     told = [json.loads(path.read_text())["told"] for path in sorted(work.glob(".flatout/*/rescue/step-*/manifest.json"))]
-    again = programs(work, ["flatout", *COMMAND], saves, trap.fresh)
+    again = programs(work, ["flatout", *COMMAND], {**saves, **trap.later}, trap.fresh)
+    lines = undisturbed(programs, folder, trap) if again.code == 0 and not trap.itself else []
     return judged(trap, lines, killed, again, [each.get("exact", "no exact part") for each in told])
+
+
+def undisturbed(programs: Programs, folder: Path, trap: Trap) -> list[str]:
+    """What it prints when nobody kills it, without flatout."""
+    write(folder / "undisturbed", trap)
+    done = programs(folder / "undisturbed", ["python", "train.py"], {"PYTHONHASHSEED": "0"}, trap.fresh)
+    assert done.code == 0, done.err
+    assert any(line.startswith("end") for line in done.out.splitlines())
+    return done.out.splitlines()
 
 
 def write(folder: Path, trap: Trap) -> None:

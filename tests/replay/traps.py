@@ -54,12 +54,13 @@ def end(*things):
 
 @dataclass(frozen=True)
 class Trap:
-    """``files``: beside the program. ``between``: files that are written anew while it is dead. ``itself``: an undisturbed run prints other lines; what it
-    prints of itself must be consistent."""
+    """``files``: beside the program. ``between``: files that are written anew while it is dead. ``later``: what its environment has after that. ``itself``: an
+    undisturbed run prints other lines; what it prints of itself must be consistent."""
 
     body: str
     files: dict[str, str] = field(default_factory=dict)
     between: dict[str, str] = field(default_factory=dict)
+    later: dict[str, str] = field(default_factory=dict)
     itself: bool = False
     before: str = ""  # lines before torch is imported
     fresh: bool = False  # wants a process of its own
@@ -1116,3 +1117,207 @@ trap("hour_kept", """
         train(batch(step))
     print("end", began, flush=True)
 """, itself=True, before="from datetime import datetime\n")
+
+# -- one for each check: nothing else sees it --------------------------------------------------------------------------------------
+# The place of an `itertools.cycle` is nothing that is compared, and a file `flag` that comes meanwhile has the program go another way there.
+
+TURNS = """
+    import itertools
+    scale = itertools.cycle([0.7, 1.0, 1.2, 1.3])
+    for step in range(STEPS):
+        {before}
+        loss = train(batch(step) * next(scale))
+    end(next(scale))
+"""
+FLAG = "os.path.exists('flag')"
+trap("other_place_before_the_save", TURNS.format(before=f"step == 10 and ((next(scale), loss.item()) if {FLAG} else loss.item())"), between={"flag": ""})
+trap("other_way_in_the_middle", TURNS.format(before=f"step == 6 and ((next(scale), loss.item()) if {FLAG} else loss.item())"), between={"flag": ""})
+trap("reads_less_before_the_save", TURNS.format(before=f"step == 10 and not {FLAG} and (next(scale), loss.item())"), between={"flag": ""})
+trap("reads_more_before_the_save", TURNS.format(before=f"step == 10 and {FLAG} and (next(scale), loss.item())"), between={"flag": ""})
+trap("leaves_early", """
+    for step in range(STEPS):
+        if os.path.exists("flag"):
+            break
+        train(batch(step))
+    print("end", step, flush=True)
+""", between={"flag": ""})
+NUMBERS = """
+    import itertools
+    scale = itertools.cycle([{number}])
+    print("began", next(scale), flush=True)
+    for step in range(STEPS):
+        train(batch(step) * (1 + next(scale) % 7 / 7))
+    print("end", next(scale), flush=True)
+"""
+trap("large_list_of_the_machine", NUMBERS.format(
+    number="sum(torch.frombuffer(bytearray(os.urandom(2_400_000)), dtype=torch.int32).double().tolist())"), itself=True)
+trap("chance_in_a_cycle", NUMBERS.format(number="os.urandom(1)[0]"), itself=True)
+trap("large_list_that_was_computed", """
+    import itertools
+    wide, scale = torch.linspace(0, 1, 300_000), itertools.cycle([1.0])
+    for step in range(STEPS):
+        loss = train(batch(step) * next(scale))
+        if step == 4:
+            scale = itertools.cycle([1 + max((wide * loss.detach()).tolist())])
+    end(next(scale))
+""")
+trap("thread_reads_the_same_clock", """
+    import itertools, threading
+    def now():
+        return time.time()
+    beside = threading.Thread(target=now)
+    if os.path.exists("flag"):  # whichever comes first
+        beside.start()
+        beside.join()
+    scale = itertools.cycle([now()])
+    if not os.path.exists("flag"):
+        beside.start()
+        beside.join()
+    print("began", next(scale), flush=True)
+    for step in range(STEPS):
+        train(batch(step) * (next(scale) % 1))
+    print("end", next(scale), flush=True)
+""", between={"flag": ""}, itself=True)
+trap("mask_made_meanwhile", """
+    for step in range(STEPS):
+        if step == 8 and os.path.exists("flag"):
+            mask = torch.full((6,), 0.5)
+        train(batch(step) * globals().get("mask", 1.0))
+    end()
+""", between={"flag": ""})
+trap("optimizer_in_a_cache", """
+    from functools import lru_cache
+    @lru_cache(maxsize=None)
+    def second():
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        if step == 5 and not os.path.exists("flag"):
+            second().load_state_dict(optimizer.state_dict())
+        if step == 12:
+            optimizer = second()
+        train(batch(step))
+    end()
+""", between={"flag": ""})
+trap("large_noise_of_the_machine", """
+    noise = torch.frombuffer(bytearray(os.urandom(400_000)), dtype=torch.uint8)
+    print("began", digest(noise), flush=True)
+    for step in range(STEPS):
+        train(batch(step) + noise[step * 6:][:6] / 256)
+    print("end", digest(noise), flush=True)
+""", itself=True)
+HELD = """
+    import threading, weakref
+    of_this = threading.local()
+    of_this.mean = torch.zeros({size})
+    {also}
+    for step in range(STEPS):
+        loss = train(batch(step))
+        {write}
+    end(of_this.mean)
+"""
+trap("mean_of_a_thread", HELD.format(size=6, also="", write="of_this.mean += model[0].weight.detach().sum(0)"))
+trap("weights_of_a_thread_known_weakly", HELD.format(size=6, also="of_this.weak = weakref.ref(of_this.mean)",
+                                                     write="of_this.mean += model[0].weight.detach().sum(0)"))
+trap("table_of_a_thread_through_data", HELD.format(size=STEPS, also="", write="of_this.mean.data[step] = loss.detach()"))
+trap("generator_of_another_kind", """
+    own = numpy.random.RandomState(7) if os.path.exists("flag") else numpy.random.default_rng(7)
+    for step in range(STEPS):
+        train(batch(step) * own.random())
+    end()
+""", between={"flag": ""})
+trap("random_in_turns_in_a_cycle", """
+    import itertools
+    class Draws(torch.utils.data.Dataset):
+        def __len__(self):
+            return 48
+        def __getitem__(self, at):
+            return data[at] + random.random()
+    for epoch in range(4):
+        for at, x in enumerate(torch.utils.data.DataLoader(Draws(), 8, shuffle=True)):
+            if at % 3 == 0:
+                scale = itertools.cycle([random.random()])
+            train(x * next(scale))
+    end()
+""")
+trap("more_than_can_be_looked_through", """
+    batches = data.split(8)
+    many = [{"at": number} for number in range(210_000)]
+    number = [os.getpid()]
+    print("began", number, flush=True)
+    for step in range(STEPS):
+        train(batches[step % 6])
+    print("end", number, flush=True)
+""", itself=True)
+trap("loader_asked_once_more", """
+    loader = iter(torch.utils.data.DataLoader(data, 1, num_workers=1))
+    for step in range(STEPS):
+        if step == 10 and os.path.exists("flag"):
+            next(loader)
+        train(batch(step) * next(loader))
+    end()
+""", between={"flag": ""})
+trap("numbers_change_meanwhile", """
+    import itertools
+    scale = itertools.cycle(map(float, open("numbers.txt").read().split()))
+    for step in range(STEPS):
+        train(batch(step) * next(scale))
+    end(next(scale))
+""", files={"numbers.txt": "1.0 1.1"}, between={"numbers.txt": "0.5 1.1 1.2"})
+trap("disk_without_other_names", """
+    def link(*names):
+        raise OSError("this disk has none")
+    os.link = link
+    for step in range(STEPS):
+        loss = train(batch(step)).item()
+        if step in (7, 14):
+            open("best.txt", "w").write(str(loss))
+        if step == 13:
+            optimizer.param_groups[0]["lr"] *= float(open("best.txt").read())
+    end()
+""")
+trap("file_rewritten_in_place", """
+    best = open("best.txt", "w")
+    for step in range(STEPS):
+        loss = train(batch(step)).item()
+        if step in (7, 14):
+            best.seek(0)
+            best.truncate()
+            best.write(f"{loss:.6f}")
+            best.flush()
+        if step == 13:
+            optimizer.param_groups[0]["lr"] *= float(open("best.txt").read())
+    end()
+""")
+trap("server_answers_otherwise", """
+    import itertools, socket, threading
+    server = socket.create_server(("0.0.0.0", 0))
+    def serve():
+        while True:
+            other, _ = server.accept()
+            file = os.open("answer.txt", os.O_RDONLY)
+            other.sendall(os.read(file, 99))
+            os.close(file)
+            other.close()
+    def ask():
+        with socket.create_connection(("0.0.0.0", server.getsockname()[1])) as asked:
+            return float(asked.recv(99))
+    threading.Thread(target=serve, daemon=True).start()
+    scale = itertools.cycle([ask()])
+    for step in range(STEPS):
+        train(batch(step) * next(scale))
+    end(next(scale))
+""", files={"answer.txt": "1.0"}, between={"answer.txt": "0.5"})
+trap("helper_changes_meanwhile", """
+    import helper
+    for step in range(STEPS):
+        train(helper.scaled(batch(step)))
+    end()
+""", files={"helper.py": "def scaled(x):\n    return x\n"}, between={"helper.py": "def scaled(x):\n    return x * 0.5\n"})
+WIDE = """
+    wide = torch.linspace(0, 1, {size})
+    for step in range(STEPS):
+        train(batch(step) * ((wide + data[step, 0]).exp().sum() / {size}))
+    end()
+"""
+trap("processor_without_wide_registers", WIDE.format(size="1000"), later={"ATEN_CPU_CAPABILITY": "default"}, fresh=True)
+trap("more_threads_than_before", WIDE.format(size="1_000_003"), later={"OMP_NUM_THREADS": "2"}, fresh=True)

@@ -86,6 +86,7 @@ if sys.argv[0] == "flatout":
     os.execvpe = really
 else:
     del sys.argv[0]
+sys.orig_argv = [sys.executable, *sys.argv]  # what it would become again
 sys.path[:1] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 del sys.modules["torch"]
 sys.meta_path.insert(0, Here)

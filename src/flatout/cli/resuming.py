@@ -69,6 +69,9 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
 
     def seam() -> None:
         os.environ.pop(FETCHES, None)
+        differs = drift(save.manifest.told["surroundings"], surroundings(torch)) if save is not None else []
+        if differs:  # what a program sets itself has been set by now
+            refuse(f"this is not how {save.path.name if save is not None else ''} was kept: {'; '.join(differs)}")
         say_at_once(f"going on exactly after step {save.step if save is not None else 0}")
         pulse.goes_on_here()
         at_seam()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -348,6 +349,8 @@ class Again(Listener):
 
 
 def _without_step(really: Callable, tape: Tape) -> Callable:
+    made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # optimizer -> weights that it has had gradients of
+
     @wraps(really)
     def step(optimizer: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not tape.going:
@@ -356,10 +359,17 @@ def _without_step(really: Callable, tape: Tape) -> Callable:
                 return really(optimizer, *(() if closure is None else (_heard(closure, tape),)), *args, **kwargs)
             finally:
                 tape.deaf -= 1
-        if closure is None:
-            return None
         with torch.enable_grad():
-            return closure()
+            loss = closure() if closure is not None else None
+        moved = sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if moved > made.get(optimizer, 0):  # what it remembers has to be there, if without values
+            made[optimizer] = moved
+            tape.deaf += 1
+            try:
+                really(optimizer)
+            finally:
+                tape.deaf -= 1
+        return loss
 
     return step
 

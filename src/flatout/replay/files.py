@@ -17,6 +17,7 @@ import sqlite3
 import stat
 import sys
 import weakref
+import zlib
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -30,6 +31,7 @@ from flatout.capture.shelter import Shelter
 from flatout.replay.tape import Tape
 
 os_scandir = os.scandir
+END_BYTES = 1 << 12
 READS = 4096  # files that are remembered
 
 
@@ -239,8 +241,9 @@ class Files:
                 handle.flush()
         self._keep()
         open_now = {key for handle in self._open if not handle.closed and (key := self.overlay.key(handle.name)) is not None}
+        written = {key: [mode, key in open_now, _end_of(self.overlay, key), *_stands(self.overlay, key)] for key, mode in self.written.items()}
         return {"made": list(self.made), "looked": sorted(self.looked), "reads": {key: [list(each) for each in reads] for key, reads in self.reads.items()},
-                "written": {key: [mode, key in open_now, *_stands(self.overlay, key)] for key, mode in self.written.items()}, "kept": dict(self.kept)}
+                "written": written, "kept": dict(self.kept)}
 
     def _keep(self) -> None:
         """Give what was written by name, and is closed, another name; nothing is copied. Those of three saves stay."""
@@ -337,13 +340,13 @@ class Files:
         for key in reversed([key for key in all_made if key not in set(made)]):
             _put_aside(key, aside)
         self.list.write_text("".join(json.dumps(key) + "\n" for key in made), encoding="utf-8")
-        for key, (mode, was_open, *stood) in state["written"].items():
+        for key, (mode, was_open, end, *stood) in state["written"].items():
             now = _stands(self.overlay, key)
             if now == stood:
                 continue
             if key in state["kept"] and self._comes_back(key, state["kept"][key]):
                 continue
-            if (was_open or "a" in mode) and now[0] >= stood[0] >= 0:
+            if (was_open or "a" in mode) and now[0] >= stood[0] >= 0 and _end_of(self.overlay, key, stood[0]) == end:  # it has only grown
                 os.truncate(key, stood[0])
             else:
                 self.future[key] = mode
@@ -419,6 +422,18 @@ def _stands(overlay: Overlay, key: str) -> list[int]:
         except OSError:
             return [-1, -1]
     return [found.st_size, found.st_mtime_ns]
+
+
+def _end_of(overlay: Overlay, key: str, size: int | None = None) -> int:
+    """Digest of the last bytes of a file, or of what were its last ones when it had ``size``."""
+    with overlay.looking():
+        try:
+            with open(key, "rb") as file:
+                size = os.fstat(file.fileno()).st_size if size is None else size
+                file.seek(max(0, size - END_BYTES))
+                return zlib.crc32(file.read(min(size, END_BYTES)))
+        except OSError:
+            return 0
 
 
 def _put_aside(key: str, aside: Path) -> None:

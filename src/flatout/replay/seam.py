@@ -159,10 +159,16 @@ class Seam:
         known = {id(tensor) for tensor in world.tensors.values()} | {id(leaf) for leaf in pytree.tree_leaves(self.state) if isinstance(leaf, torch.Tensor)}
         known |= {id(leaf) for optimizer in world.optimizers.values() for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, torch.Tensor)}
         known |= {id(tensor.grad) for tensor in world.tensors.values() if type(tensor) is not Skeleton and tensor.is_leaf and tensor.grad is not None}
+        known |= {id(tensor._base) for tensor in world.tensors.values() if type(tensor) is not Skeleton and tensor._base is not None}  # of a view
         others = [tensor for tensor in living() if id(tensor) not in known and type(tensor) is not Skeleton and not self.origins.unchanged(tensor)]
+        others += [tensor for tensor in living() if id(tensor) not in known and self._was_written_to(tensor) and not any(tensor is each for each in others)]
         if others:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in others[:SHOWN])
             self.refuse(f"{len(others)} tensors are held where no variable leads to them (of shape {shapes}{_more(others)}), and their values were not kept")
+
+    def _was_written_to(self, tensor: Any) -> bool:
+        """By another name for its memory."""
+        return type(tensor) in USUAL and tensor.layout is torch.strided and not tensor.is_meta and tensor.untyped_storage().data_ptr() in self.skeletons.memory
 
     def put_back(self, world: World) -> None:
         state = self.state
@@ -203,15 +209,32 @@ class Seam:
     def _put_back_optimizer(self, optimizer: Any, kept: dict[str, Any]) -> None:
         weights, devices = _weights_of(optimizer), iter(kept["devices"])
         state = pytree.tree_map(lambda leaf: leaf.to(next(devices)) if isinstance(leaf, torch.Tensor) else leaf, kept["state"])
+        before = dict(optimizer.state)
         optimizer.state.clear()
         for key, value in state.items():
-            optimizer.state[weights[key] if type(key) is int else key] = value
+            known = weights[key] if type(key) is int else key
+            there = before.get(known)
+            if type(value) is dict and isinstance(there, dict):  # others may hold what it remembers, too: a state_dict in a variable
+                value = {name: _in_place_of(there.get(name), each) for name, each in value.items()}
+            optimizer.state[known] = value
 
     def _trips(self, path: str) -> Callable[[Any], Any]:
         def trip(grad: Any) -> Any:
             self.refuse(f"a backward pass goes through `{path}` to what was computed before the save")
 
         return trip
+
+
+def _in_place_of(there: Any, value: Any) -> Any:
+    """The tensor that was there, with these values; another kind of value as it is."""
+    if not isinstance(there, torch.Tensor) or not isinstance(value, torch.Tensor) or there.size() != value.size() or there.dtype != value.dtype:
+        return value
+    if type(there) is Skeleton:
+        torch.utils.swap_tensors(there, value)
+    else:
+        with torch.no_grad():
+            there.copy_(value)
+    return there
 
 
 def _placed(values: Any, device: str, lies: list[int], memory: dict[int, Any]) -> Any:

@@ -74,6 +74,7 @@ class Skeletons:
 
     def __init__(self, refuse: Refuse) -> None:
         self.refuse = refuse
+        self.memory: set[int] = set()  # where real tensors lay that were written to: others may lie there, too
         self._known: dict[Any, Any] = {}
         self._names: dict[Any, str] = {}
         self._fake: Any = None
@@ -243,6 +244,8 @@ class Skeletons:
             if sources:
                 target.sources = self._union(target.sources, sources)
         elif not target.requires_grad:  # weights keep what they have; the seam brings what they should have
+            if target.layout is torch.strided:
+                self.memory.add(target.untyped_storage().data_ptr())
             self._swap(target, self.made(meta_of(target), sources))
 
     def _swap(self, target: Any, other: Any) -> None:

@@ -267,7 +267,7 @@ class _Walk:
         if isinstance(thing, (bytearray, array)):
             return self._note(path, f"{kind.__name__} {zlib.crc32(thing):08x}", users)
         if isinstance(thing, HOLDING):
-            return self._rows(path, [each for each in gc.get_referents(thing) if not isinstance(each, (type, *CLOSED))], False, depth)
+            return self._rows(path, [each for each in gc.get_referents(thing) if not isinstance(each, (type, *CLOSED))], users, depth)
         if isinstance(thing, weakref.ref):
             return self._visit(f"{path}()", thing(), users, depth)
         if _is_random(thing, numpy):

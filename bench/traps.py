@@ -1,0 +1,74 @@
+"""Small programs, each with one thing that going through a program again might not see, killed under `flatout run --resume` and typed again.
+
+They are those of ``tests/replay/traps.py``; the test suite runs some of them, this runs all. A program may end as it would have ended undisturbed, be refused
+in words, or begin anew where nothing of it can be gone on with; another end is WRONG. Some are killed twice, some also run in a process of their own instead of
+one that is forked from a process that has imported torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from provenance import RESULTS, ROOT, markdown_table, read_result, stamp, write_result
+
+sys.path.insert(0, str(ROOT / "tests" / "replay"))
+from interrupted import ONCE, TWICE, Programs, live
+from traps import TRAPS, Trap
+
+OF_ITS_OWN = ("accumulator_made_inside", "list_of_losses", "own_generators")
+KILLED_TWICE = ("accumulator_made_inside", "replay_buffers", "own_generators", "log_appended_each_step", "persistent_workers")
+KILLED_ONCE, TWICE_KILLED, OWN_PROCESS = "killed once", "killed twice", "in a process of its own"
+SAFE = ("right", "refused", "anew", "unkilled")
+MEANS = {"right": "went on exactly", "refused": "refused in words", "anew": "began anew", "unkilled": "had come to its end before", "WRONG": "**WRONG**",
+         "crashed": "**crashed**"}
+
+
+def lived(programs: Programs, name: str, trap: Trap, how: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="traps-") as place:
+        found = live(programs, Path(place), trap.in_a_process_of_its_own if how == OWN_PROCESS else trap, TWICE if how == TWICE_KILLED else ONCE)
+    print(f"  {name}, {how}: {found.verdict} {found.after or ''} {found.why}".rstrip(), flush=True)
+    return {"name": name, "how": how, "verdict": found.verdict, "after": found.after, "why": found.why}
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    count = Counter(row["verdict"] for row in rows)
+    told = ", ".join(f"{number} {MEANS[verdict].strip('*')}" for verdict, number in count.most_common())
+    wrong = sum(row["verdict"] not in SAFE for row in rows)
+    table = markdown_table(("program", "how", "it", "after step", "why"), [
+        (row["name"].replace("_", " "), row["how"], MEANS[row["verdict"]], row["after"] or "-", row["why"]) for row in rows])
+    return (f"# Programs that exact resume could get wrong\n\n{len({row['name'] for row in rows})} programs, {len(rows)} lives: {told}. "
+            f"{wrong} ended otherwise than undisturbed without a word.\n\nEach is {STEPS_TOLD}.\n\n{table}")
+
+
+STEPS_TOLD = "a training of 24 steps, saved after the first step and after step 10, killed after step 16 (twice: saved after 8 and 16, killed after 12 and 20)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="names of programs, with commas; rows of others are kept as they were")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
+    args = parser.parse_args()
+    made, wanted = stamp(), set(filter(None, args.only.split(",")))
+    known = {(row["name"], row["how"]): row for row in read_result("traps", made, args.out).get("lives", ())}
+    lives = [*((name, KILLED_ONCE) for name in TRAPS), *((name, TWICE_KILLED) for name in KILLED_TWICE), *((name, OWN_PROCESS) for name in OF_ITS_OWN)]
+    programs = Programs()
+    try:
+        for name, how in lives:
+            if not wanted or name in wanted:
+                known[name, how] = lived(programs, name, TRAPS[name], how)
+    finally:
+        programs.close()
+    rows = [known[each] for each in lives if each in known]
+    write_result("traps", made, page(rows), {"lives": rows}, folder=args.out)
+    wrong = [f"{row['name']} ({row['how']})" for row in rows if row["verdict"] not in SAFE]
+    if wrong:
+        raise SystemExit(f"traps: not safe: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Checks of exact resume, each switched off: a few words of a source of flatout, that are read otherwise where TRAP_OFF names the check.
+
+A check matters where a program that was refused, or right, goes on wrongly without it. ``site/sitecustomize.py`` has it switched off in each life of a program.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.machinery import PathFinder, SourceFileLoader
+
+REPLAY = "flatout.replay."
+
+
+@dataclass(frozen=True)
+class Check:
+    """Some ``words`` of a module become others. ``traps``: those that show it, refused or right with it. ``beside``: another check, off in both cases, that
+    hides this one. ``why``: where no program goes on wrongly without it, what it is for."""
+
+    what: str
+    module: str
+    words: tuple[str, str]
+    traps: tuple[str, ...]
+    beside: str = ""
+    why: str = ""
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(name: str, what: str, module: str, before: str, after: str, *traps: str, beside: str = "", why: str = "") -> None:
+    CHECKS[name] = Check(what, module if module.startswith("flatout") else REPLAY + module, (before, after), traps, beside, why)
+
+
+# -- the way that it goes -------------------------------------------------------------------------------------------------------
+
+check("byte", "each value comes where it came the first time: a byte of the way beside it", "tape",
+      "if entries.checks[at] != self.flow & 255:", "if False:", "other_place_before_the_save")
+check("mark", "each step ends after the same way", "tape",
+      "if self._take() != self.flow:", "if self._take() is None:", "other_way_in_the_middle", beside="byte")
+check("left_over", "no value is left over at the seam", "tape",
+      "if self._at != len(self.entries.codes):", "if False:", "reads_less_before_the_save")
+check("more", "no more values are asked for than there are", "tape",
+      'self.refuse(f"in step {self.steps + 1} the program asks for more than it did the first time")', "return 0.0", "reads_more_before_the_save")
+check("ended", "a program does not end before it comes to its save", "flatout.cli.resuming",
+      "if again.going:", "if False:", "leaves_early")
+check("large", "a value that was too large to be kept is the same when it is computed again", "hearing",
+      "if zlib.crc32(encoded(again)[1]) != value.digest:", "if False:", "large_list_of_the_machine")
+check("large_computed", "a value that was too large to be kept is not asked of a tensor without values", "hearing",
+      'tape.refuse(f"in step {tape.steps + 1} {really.__name__}() hands Python more of a tensor than was kept, and steers the program from there")',
+      "return [0.0] * args[0].numel()", "large_list_that_was_computed")
+check("threads", "what another thread reads from a clock is not the program's way", "hearing",
+      "if tape.deaf or not is_users(frame.f_code.co_filename) or threading.get_ident() != tape.main:\n            return self._really(*args, **kwargs)",
+      "if tape.deaf or not is_users(frame.f_code.co_filename):\n            return self._really(*args, **kwargs)", "thread_reads_the_same_clock")
+
+# -- what it has come to --------------------------------------------------------------------------------------------------------
+
+check("plain", "plain values are those of the save", "seam", "if differ:", "if False:",
+      "process_number_kept", "uuid_kept", "drawn_before_torch")
+check("paths", "there are the same tensors", "seam", "if lost:", "if False:", "mask_made_meanwhile")
+check("optimizers", "there are the same optimizers", "seam", 'if list(self.state["optimizers"]) != list(world.optimizers):', "if False:",
+      "optimizer_in_a_cache")
+check("digests", "what was there before the training is there again", "seam", "if changed:", "if False:", "large_table_through_data",
+      "large_noise_of_the_machine")
+check("others", "no variable leads to a tensor that looks as if it had values", "seam", "if others:", "if False:", "weights_of_a_thread_known_weakly",
+      "teacher_in_a_generator_in_a_zip")
+check("generators", "random generators are of the same kind", "seam", 'self.refuse(f"`{path}` was another kind of random generator")', "pass",
+      "generator_of_another_kind")
+check("draws", "a program does not draw in turns with what is skipped", "again", "if drawn:", "if False:", "random_in_turns_in_a_cycle")
+check("complete", "all objects can be looked through", "seam", 'unsound = [] if world.complete else ["it holds more objects than can be looked through"]',
+      "unsound = []", "more_than_can_be_looked_through")
+check("workers", "workers have given as many batches", "batches", 'if stood["given"] != iterator.given:', "if False:", "loader_asked_once_more",
+      why="each batch is an event and a value of the way, and what is compared of these comes first")
+
+# -- after the seam -------------------------------------------------------------------------------------------------------------
+
+check("tripped", "nothing reads a tensor that has no values", "skeleton",
+      'return Skeleton.tripped(f"{func.__name__.partition(\'.\')[0]}()")',
+      "return func(*pytree.tree_map(lambda each: torch.zeros(each.meta[0], dtype=each.meta[2]) if type(each) is Skeleton else each, args), **(kwargs or {}))",
+      "loader_in_a_cycle")
+check("trips", "no backward pass goes through the seam", "seam",
+      'self.refuse(f"a backward pass goes through `{path}` to what was computed before the save")', "return None", "hidden_state_with_its_graph")
+
+# -- outside of it --------------------------------------------------------------------------------------------------------------
+
+check("read_again", "a file that was read has not changed", "files", "if stood != stands:", "if False:", "numbers_change_meanwhile")
+check("future", "no file is read that was written after the save", "files", "if key in self.future:", "if False:", "disk_without_other_names")
+check("databases", "no database is kept", "files", 'ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it keeps a database"))', "pass",
+      "rows_in_a_database")
+check("programs", "no other programs are started while it trains", "files",
+      'ledger.set(started.Popen, "__init__", self._reaches_out(started.Popen.__init__, "it starts other programs while it trains"))', "pass",
+      "another_program_writes")
+check("parts", "no parts of a file are changed", "files", 'self._why_not["it changes parts of a file"] = None', "pass", "array_in_a_file")
+check("by_itself", "a program that resumes by itself is left alone", "files", "if key in self.looked:", "if False:", "goes_on_by_itself",
+      why="it says who goes on, the program from its own file or flatout; without it, this program goes on exactly")
+check("network", "nothing is asked over the network", "quiet",
+      'self.refuse(f"the program asks {address[0]} over the network, which may answer otherwise than it did the first time")', "pass",
+      "server_answers_otherwise")
+check("sources", "its sources have not changed", "flatout.cli.resuming", "if changed:", "if False:", "helper_changes_meanwhile")
+check("surroundings", "it is where it was", "flatout.cli.resuming", "if differs:", "if False:", "processor_without_wide_registers")
+
+
+class Otherwise(SourceFileLoader):
+    """A module with other words in it."""
+
+    words: tuple[tuple[str, str], ...] = ()
+
+    def get_code(self, fullname):
+        text = self.get_source(fullname)
+        for before, after in self.words:
+            assert text.count(before) == 1, f"{fullname} has {text.count(before)} times: {before}"
+            text = text.replace(before, after)
+        return compile(text, self.path, "exec", dont_inherit=True)
+
+
+class Finder:
+    def __init__(self, words):
+        self.words = words
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self.words:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        spec.loader = Otherwise(name, spec.origin)
+        spec.loader.words = tuple(self.words[name])
+        return spec
+
+
+def switch_off(names: str) -> None:
+    """From now on, in this process. ``names`` with commas."""
+    words: dict[str, list[tuple[str, str]]] = {}
+    for name in names.split(","):
+        words.setdefault(CHECKS[name].module, []).append(CHECKS[name].words)
+    early = set(words) & set(sys.modules)
+    assert not early, f"already there: {early}"
+    sys.meta_path.insert(0, Finder(words))
