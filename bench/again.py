@@ -327,12 +327,12 @@ def page(scripts: dict[str, Any]) -> str:
         summary.append((name, len(rows), *(sum(row["verdict"] == verdict for row in rows) for verdict in counts),
                         f"{min(row['seam'] for row in went)}-{max(row['seam'] for row in went)}" if went else "-",
                         f"{median(row['seam_s'] for row in went):.1f}" if went else "-", f"{median(row['first_save_s'] for row in went):.1f}" if went else "-",
-                        *rates(went), crossing(rows), "; ".join(whys)))
+                        *rates(went), crossing(rows), versions_of(script), "; ".join(whys)))
     kills = sum(row.get("after") == "SIGKILL" for row in every)
     parts = ["# Public scripts, killed at random and gone on with\n",
              f"{kills} times killed and {len(every) - kills} times told to end, typed again: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}.\n",
              markdown_table(("script", "ends", *counts, "gone on after step", "s to the seam", "s to the first save of a fresh start",
-                             "steps a second", "gone through again", "times as fast", "journal, bytes an entry", "why"), summary),
+                             "steps a second", "gone through again", "times as fast", "journal, bytes an entry", "flatout", "why"), summary),
              "\n## Each\n", markdown_table(("script", "ended by", "verdict", "went on after step", "s to the seam", "next save", "lines compared", "why"), [
                  (name, row.get("after", "-"), row["verdict"], row.get("seam", "-"), row.get("seam_s", "-"),
                   f"{row.get('kept', '-')}{', inside' if row.get('inside') else ''}", row.get("lines", "-"), row["why"])
@@ -346,6 +346,11 @@ def rates(rows: list[dict[str, Any]]) -> tuple[str, str, str]:
     again = [row["seam"] / row["through_s"] for row in rows if row.get("through_s") and row["seam"] > 1]
     times = f"{median(again) / median(training):.1f}" if training and again else "-"
     return f"{median(training):.3g}" if training else "-", f"{median(again):.3g}" if again else "-", times
+
+
+def versions_of(script: dict[str, Any]) -> str:
+    """Runs are added up: each script says with what it ran, the page when it was written."""
+    return ", ".join(dict.fromkeys(made["versions"]["flatout"].partition(" ")[2].strip("()") for made in script["made"])) or "-"
 
 
 def crossing(rows: list[dict[str, Any]]) -> str:
