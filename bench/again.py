@@ -2,8 +2,8 @@
 
 DIR holds ``set.json`` as for ``open_set.py``; the scripts run from a copy of DIR's folders, unedited. A training begins anew, is killed (SIGKILL, the whole
 process group) at a random moment after its first save that can be gone on from, and the same command is typed again: it refuses in words, or says after which
-step it goes on. Then it is killed again, up to --lives times, ended by SIGTERM, gone on with from there, and ended by SIGTERM. Each of these ends that it is
-gone on with after is one row:
+step it goes on. Then it is killed again, up to --lives times, ended by SIGTERM, gone on with from there, and ended by SIGTERM. With --first it is told to end
+by SIGTERM first, where it has come far, and then killed and told to end in turns. Each of these ends after which it was started again is one row:
 
     same      the newest save of what went on holds the weights that the script has at that step by itself, bit for bit, and what it has printed is what the
               script prints from that step on: the same lines, none missing, none twice, from the right place
@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from statistics import linear_regression, median
+from statistics import median
 from typing import Any
 
 import rescue
@@ -44,6 +44,7 @@ from flatout.state.journal import BLOCK, HEADER, Entries
 FIRST_SAVE_S, SEAM_S = 240.0, 420.0
 REFUSED = 10  # exit code
 ANEW = "flatout: rescue keeps "  # said after a first step
+GOES_THROUGH = "flatout: going through the program again"
 GOES_ON = re.compile(r"flatout: going on exactly after step (\d+)")
 TIMES = re.compile(r"""
     (?: time | data ) \s+ [\d.]+ \s* \( \s* [\d.]+ \s* \)
@@ -63,8 +64,9 @@ TIMES = re.compile(r"""
 class Training:
     """A script that is begun anew in its folder, and then lives several times."""
 
-    def __init__(self, script: dict[str, Any], folder: Path, place: Path, rng: random.Random, span_s: float, later_s: float) -> None:
-        self.script, self.folder, self.place, self.rng, self.span_s, self.later_s = script, folder, place, rng, span_s, later_s
+    def __init__(self, script: dict[str, Any], folder: Path, place: Path, rng: random.Random, span_s: float, later_s: float, first_s: float) -> None:
+        self.script, self.folder, self.place, self.rng = script, folder, place, rng
+        self.span_s, self.later_s, self.first_s = span_s, later_s, first_s
         self.first_save_s = 0.0
 
     def saves(self) -> list[dict[str, Any]]:
@@ -88,19 +90,27 @@ class Training:
             try:
                 ready = (lambda: bool(self.exact())) if number == 0 else lambda: GOES_ON.search(err.read_text(errors="replace")) is not None
                 anew = lambda: bool(number) and ANEW in err.read_text(errors="replace")  # noqa: E731
+                if number:
+                    wait_for(lambda: process.poll() is not None or GOES_THROUGH in err.read_text(errors="replace"), FIRST_SAVE_S)
+                    through_s = time.monotonic()
                 wait_for(lambda: ready() or process.poll() is not None or anew(), FIRST_SAVE_S if number == 0 else SEAM_S)
                 ready_s = time.monotonic()
                 life["ready_s"] = round(ready_s - began_s, 2)
                 if number == 0:
                     self.first_save_s = ready_s - began_s
+                else:
+                    life["through_s"] = round(ready_s - through_s, 2)
                 if not ready():
                     silent = {"verdict": "WRONG", "why": "it began anew without a word"}
                     return {**life, **(silent if anew() else self._why_not(number, process.poll(), err))}
-                if self.rng.random() < 0.8:  # else there is little to go through again
+                if number == 0 and self.first_s:  # far from its beginning: all that goes on after it has all of that to go through again
+                    wait_for(lambda: process.poll() is not None, self.rng.uniform(self.first_s / 2, self.first_s))
+                elif self.rng.random() < 0.8:  # else there is little to go through again
                     known = max(self.exact())
                     wait_for(lambda: process.poll() is not None or max(self.exact(), default=0) > known, self.later_s)
                 wait_for(lambda: process.poll() is not None, self.rng.uniform(0.0, self.span_s))
-                life |= {"by_itself": process.poll() is not None, "said_bytes": out.stat().st_size}  # what it says to a signal is no line of its training
+                life |= {"by_itself": process.poll() is not None, "said_bytes": out.stat().st_size,  # what it says to a signal is no line of its training
+                         "going_s": round(time.monotonic() - ready_s, 2)}
                 if how == signal.SIGKILL:
                     os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
                 elif process.poll() is None:
@@ -118,6 +128,9 @@ class Training:
         said = [line.removeprefix("flatout: ") for line in err.read_text(errors="replace").splitlines() if line.startswith("flatout: ")]
         if code == REFUSED:
             return {"verdict": "refused", "why": next((line for line in said if "cannot go on" in line), last_line(err))}
+        told = [line for line in said if "could not be gone on with exactly" in line]
+        if number == 0 and told:
+            return {"verdict": "refused", "why": told[-1]}  # it says so while it trains, and there is nothing to kill it for
         if code is not None:
             return {"verdict": "failed", "why": f"exit code {code}: {last_line(err)}"}
         if number:
@@ -140,7 +153,7 @@ class Training:
                 **self._journal()}
 
     def _journal(self) -> dict[str, Any]:
-        journals = sorted(self.folder.glob(".flatout/*/rescue/journal-*"), key=lambda path: path.stat().st_mtime)
+        journals = sorted((path for path in self.folder.glob(".flatout/*/rescue/journal-*") if not path.suffix), key=lambda path: path.stat().st_mtime)
         if not journals:
             return {}
         entries, size, bytes_ = Entries(), len(HEADER), journals[-1].read_bytes()
@@ -213,22 +226,28 @@ def measure(script: dict[str, Any], home: Path, original: Path, options: argpars
     folder, top, rng = home / script["cwd"], Path(script["cwd"]).parts[0], random.Random(f"{options.seed} {script['name']}")
     trainings: list[list[dict[str, Any]]] = []
     with tempfile.TemporaryDirectory(prefix="again-") as text:
-        later_s = options.later
+        later_s, first_s = options.later, options.first
         while kills_of(trainings) < options.kills:
             place = Path(text) / str(len(trainings))
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir()
             as_it_was(home, original, top)
-            training = Training(script, folder, place, rng, options.span, later_s)
-            ends = [signal.SIGKILL] * min(options.lives, options.kills - kills_of(trainings)) + [signal.SIGTERM] * 2
+            training = Training(script, folder, place, rng, options.span, later_s, first_s)
+            kills = min(options.lives, options.kills - kills_of(trainings))
+            ends = [signal.SIGKILL] * kills + [signal.SIGTERM] * 2
+            if options.first:  # at SIGTERM there is a save of the very step that it has come to
+                ends = [signal.SIGTERM, *[signal.SIGKILL, signal.SIGTERM] * kills]
             lives: list[dict[str, Any]] = []
             trainings.append(lives)
             for number, how in enumerate(ends):
                 lives.append(training.live(number, how))
+                told = {name: lives[-1][name] for name in ("seam", "ready_s", "kept", "verdict", "why") if name in lives[-1]}
+                print(f"    {script['name']}, {len(trainings)}.{number}, {how.name}: {told}", file=sys.stderr, flush=True)
+                lives[-1]["by_itself"] = lives[-1].get("by_itself") or ("kept" in lives[-1] and "journal_bytes" not in lives[-1])  # at its very end
                 if "verdict" in lives[-1] or lives[-1]["by_itself"]:
                     break
-            if len(lives) == 1 and lives[0].get("by_itself") and later_s > 1.0:  # it has come to its end before it was killed
-                later_s /= 2
+            if len(lives) == 1 and lives[0].get("by_itself") and max(later_s, first_s) > 1.0:  # it has come to its end before it was killed
+                later_s, first_s = later_s / 2, first_s / 2
                 trainings.pop()
         kept = [life for lives in trainings for life in lives if life.get("kept")]
         optimizers = max((life["optimizers"] for life in kept), default=0)
@@ -272,7 +291,8 @@ def rows_of(lives: list[dict[str, Any]], alone: Alone | None, place: Path) -> It
         err = (place / f"{life['number']}.err").read_text(errors="replace")
         row: dict[str, Any] = {"after": before["how"], "first_save_s": first["ready_s"], "seam_s": life["ready_s"],
                                **{name: before[name] for name in ("journal_bytes", "crossings", "journal_steps", "save_bytes") if name in before},
-                               **{name: life[name] for name in ("seam", "kept", "inside", "exit_code", "lived_s", "by_itself") if name in life},
+                               **{name: life[name] for name in ("seam", "kept", "inside", "exit_code", "lived_s", "by_itself", "through_s")
+                                  if name in life},
                                "said": [line for line in err.splitlines() if line.startswith("flatout: ")]}
         if "verdict" in life:
             yield {**row, "verdict": life["verdict"], "why": life["why"], "kept_before": before.get("kept")}
@@ -285,9 +305,8 @@ def rows_of(lives: list[dict[str, Any]], alone: Alone | None, place: Path) -> It
         text = (place / f"{life['number']}.out").read_bytes()[:life["said_bytes"]].decode(errors="replace")
         lines = lines_differ(text, alone.text, alone.between(life["seam"]))
         verdict = "WRONG" if about["verdict"] == "differs" or lines else about["verdict"]
-        moved = life["kept"] - life["seam"]
-        if moved and life["lived_s"]:
-            row["steps_per_s"] = round(moved / life["lived_s"], 3)
+        if life["how"] == "SIGTERM" and not life["by_itself"] and life["kept"] > life["seam"] and life["going_s"] > 1.0:  # the save is of its last step
+            row["steps_per_s"] = round((life["kept"] - life["seam"]) / life["going_s"], 3)
         yield {**row, "verdict": verdict, "why": lines or about["why"], "lines": len(whole_lines(text)), "first_line": (whole_lines(text) or [""])[0][:120]}
 
 
@@ -308,12 +327,12 @@ def page(scripts: dict[str, Any]) -> str:
         summary.append((name, len(rows), *(sum(row["verdict"] == verdict for row in rows) for verdict in counts),
                         f"{min(row['seam'] for row in went)}-{max(row['seam'] for row in went)}" if went else "-",
                         f"{median(row['seam_s'] for row in went):.1f}" if went else "-", f"{median(row['first_save_s'] for row in went):.1f}" if went else "-",
-                        ratio(went), crossing(rows), "; ".join(whys)))
+                        *rates(went), crossing(rows), versions_of(script), "; ".join(whys)))
     kills = sum(row.get("after") == "SIGKILL" for row in every)
     parts = ["# Public scripts, killed at random and gone on with\n",
              f"{kills} times killed and {len(every) - kills} times told to end, typed again: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}.\n",
              markdown_table(("script", "ends", *counts, "gone on after step", "s to the seam", "s to the first save of a fresh start",
-                             "times as fast as training", "journal, bytes a crossing", "why"), summary),
+                             "steps a second", "gone through again", "times as fast", "journal, bytes an entry", "flatout", "why"), summary),
              "\n## Each\n", markdown_table(("script", "ended by", "verdict", "went on after step", "s to the seam", "next save", "lines compared", "why"), [
                  (name, row.get("after", "-"), row["verdict"], row.get("seam", "-"), row.get("seam_s", "-"),
                   f"{row.get('kept', '-')}{', inside' if row.get('inside') else ''}", row.get("lines", "-"), row["why"])
@@ -321,13 +340,17 @@ def page(scripts: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def ratio(rows: list[dict[str, Any]]) -> str:
-    """Of steps gone through again to steps of training: how much later a later seam is reached. What comes before the first step is in all of them."""
-    rates = [row["steps_per_s"] for row in rows if row.get("steps_per_s")]
-    if not rates or len({row["seam"] for row in rows}) < 3:
-        return "-"
-    step_s = linear_regression([row["seam"] for row in rows], [row["seam_s"] for row in rows]).slope
-    return f"{1 / (step_s * median(rates)):.1f}" if step_s > 0 else "-"
+def rates(rows: list[dict[str, Any]]) -> tuple[str, str, str]:
+    """Steps a second while it trains and while it goes through them again, what comes before the first step included; and how many times as fast that is."""
+    training = [row["steps_per_s"] for row in rows if row.get("steps_per_s")]
+    again = [row["seam"] / row["through_s"] for row in rows if row.get("through_s") and row["seam"] > 1]
+    times = f"{median(again) / median(training):.1f}" if training and again else "-"
+    return f"{median(training):.3g}" if training else "-", f"{median(again):.3g}" if again else "-", times
+
+
+def versions_of(script: dict[str, Any]) -> str:
+    """Runs are added up: each script says with what it ran, the page when it was written."""
+    return ", ".join(dict.fromkeys(made["versions"]["flatout"].partition(" ")[2].strip("()") for made in script["made"])) or "-"
 
 
 def crossing(rows: list[dict[str, Any]]) -> str:
@@ -344,6 +367,9 @@ def main() -> None:
     parser.add_argument("--lives", type=int, default=4, metavar="N", help="most kills in one training (default 4)")
     parser.add_argument("--span", type=float, default=12.0, metavar="SECONDS", help="the longest that it lives after it can be gone on with (default 12)")
     parser.add_argument("--later", type=float, default=25.0, metavar="SECONDS", help="the longest that most kills wait for a newer save before (default 25)")
+    parser.add_argument("--first", type=float, default=0.0, metavar="SECONDS",
+                        help="each training lives half to all of that, and is told to end: all goes on far from its beginning; kills and SIGTERM alternate")
+    parser.add_argument("--more", action="store_true", help="add to what earlier runs have found of these scripts, instead of replacing it")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills (default 0)")
     parser.add_argument("--patience", type=float, default=FIRST_SAVE_S, metavar="SECONDS", help="until the first save to go on from (default 240)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep all output there, to look at")
@@ -357,11 +383,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="again-set-") as text:
         home = Path(text)
         for name in list(filter(None, args.only.split(","))) or given:
-            scripts[name] = measure(given[name], home, args.folder, args)
-            for row in scripts[name]["kills"]:
+            found = measure(given[name], home, args.folder, args)
+            for row in found["kills"]:
                 went = f"on after step {row.get('seam')} in {row.get('seam_s')} s, then save {row.get('kept')}"
                 print(f"  {name}, {row.get('after')}: {row['verdict']} ({row['why']}) {went}", flush=True)
-            write_result("again", made, page(scripts), {"scripts": scripts}, folder=args.out)
+            earlier = scripts.get(name, {"made": [], "kills": []}) if args.more else {"made": [], "kills": []}
+            scripts[name] = {"made": [*earlier["made"], found["made"]], "kills": [*earlier["kills"], *found["kills"]]}
+            in_order = {each: scripts[each] for each in given if each in scripts}
+            write_result("again", made, page(in_order), {"scripts": in_order}, folder=args.out)
 
 
 if __name__ == "__main__":
