@@ -22,10 +22,10 @@ Line = tuple[CodeType, int]  # a function's code, and the line in its file
 def is_users(filename: str) -> bool:
     """Whether a file is the user's own source; not a library, nor Python's, nor ours, nor text without a file."""
     return bool(filename) and not (filename.startswith(("<", HOME)) or any(part in filename for part in LIBRARIES) or filename.startswith(PYTHON)
-                                   or _is_installed(filename))
+                                   or is_installed(filename))
 
 
-def _is_installed(filename: str) -> bool:
+def is_installed(filename: str) -> bool:
     """Whether it lies where packages were installed to under another name than the usual ones: `pip install --target`."""
     return any(filename.startswith(f"{folder}/") and _holds_packages(folder) for folder in sys.path if folder.startswith("/"))
 

@@ -24,6 +24,7 @@ from flatout.plan.errors import CannotResume, FlatoutError, SaveError
 from flatout.state.drift import drift, surroundings
 from flatout.state.saves import Save, Saves, believed
 
+COST_S = 0.02  # of a save, where the first one was gone on from: what it cost was not known yet
 unlink = os.unlink  # as it is before the program's files are looked after
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
     atexit.register(_ended, again, rescue)
     rescue.beside = Told(again, journal.name)
     if save is not None:
-        rescue.goes_on, rescue.cost_s = save.step, float(save.manifest.told.get("cost_s", 0.0))
+        rescue.goes_on, rescue.cost_s = save.step, float(save.manifest.told.get("cost_s") or COST_S)
     return again
 
 

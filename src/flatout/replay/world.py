@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from flatout.capture.frames import HOME, is_torch, is_users
+from flatout.capture.frames import HOME, is_installed, is_torch, is_users
 from flatout.capture.names import variables_of
 
 MOST_THINGS = 200_000
@@ -326,7 +326,7 @@ def _is_open(kind: Any) -> bool:
     if module.partition(".")[0] in ("torch", "flatout"):
         return module.startswith(OPEN_OF_TORCH) and not kind.__name__.endswith("DataLoaderIter")
     file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return "/site-packages/" in file or "/dist-packages/" in file
+    return "/site-packages/" in file or "/dist-packages/" in file or is_installed(file)
 
 
 def _is_random(thing: Any, numpy: Any) -> bool:
