@@ -51,8 +51,7 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
     again: Again | None = None
     folder = rescue.folder
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    save = None if asked["anew"] else newest_exact(folder)
-    unfinished = why_not_exact(folder) if save is None and not asked["anew"] else ""
+    save, unfinished = (None, "") if asked["anew"] else newest_exact(folder)
     journal = folder / (save.manifest.told["journal"] if save is not None else f"{JOURNAL}{uuid.uuid4().hex[:8]}")
 
     def refuse(why: str) -> NoReturn:
@@ -156,31 +155,22 @@ class Told:
         self.again.flush()
 
 
-def newest_exact(folder: Path) -> Save | None:
-    """The newest save that can be believed, and gone on from exactly: its journal is there."""
+def newest_exact(folder: Path) -> tuple[Save | None, str]:
+    """The newest save of this program that can be believed, and gone on from exactly: its journal is there. Where there is none, why nobody can go on from the
+    newest one of a program that was interrupted; "" where it was not."""
+    why_not = ""
     for path in Saves(folder).paths():
         try:
             save = believed(path)
         except SaveError:
             continue
         told = save.manifest.told
-        if told.get("program") != sys.orig_argv[1:]:
+        if told.get("program") != sys.orig_argv[1:] or not (folder / Path(str(told.get("journal"))).name).is_file():
             continue
-        if told.get("exact") == "" and type(told.get("journal")) is str and (folder / Path(told["journal"]).name).is_file():
-            return save
-    return None
-
-
-def why_not_exact(folder: Path) -> str:
-    """Why nobody can go on from the newest save of a program that was interrupted; "" where there is none."""
-    for path in Saves(folder).paths():
-        try:
-            told = believed(path).manifest.told
-        except SaveError:
-            continue
-        if told.get("program") == sys.orig_argv[1:] and told.get("exact") and (folder / Path(str(told.get("journal"))).name).is_file():
-            return str(told["exact"])
-    return ""
+        if told.get("exact") == "":
+            return save, ""
+        why_not = why_not or str(told.get("exact") or "")
+    return None, why_not
 
 
 def _may_go_on(torch: Any, save: Save) -> None:

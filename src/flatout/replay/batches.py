@@ -331,16 +331,11 @@ def _metas_of(batch: Any) -> Any:
 
 def _told(batch: Any) -> Any:
     """As JSON: tensors are objects, lists, tuples and dicts say what they are."""
-    return _told_of(batch, lambda leaf: {"shape": list(leaf.shape), "strides": list(leaf.stride()), "dtype": str(leaf.dtype).removeprefix("torch."),
-                                         "device": str(leaf.device)})
-
-
-def _told_of(batch: Any, leaf_of: Callable[[Any], Any]) -> Any:
     if isinstance(batch, torch.Tensor):
-        return leaf_of(batch)
+        return {"shape": list(batch.shape), "strides": list(batch.stride()), "dtype": str(batch.dtype).removeprefix("torch."), "device": str(batch.device)}
     if isinstance(batch, dict):
-        return ("dict", *((key, _told_of(value, leaf_of)) for key, value in batch.items()))
-    return (type(batch).__name__, *(_told_of(each, leaf_of) for each in batch))
+        return ("dict", *((key, _told(value)) for key, value in batch.items()))
+    return (type(batch).__name__, *map(_told, batch))
 
 
 def _made(told: Any) -> Any:

@@ -46,7 +46,7 @@ class Files:
         self.made: list[str] = []
         self.written: dict[str, str] = {}  # path -> how it was opened last
         self.reads: dict[str, list[list[int]]] = {}  # path -> size, time and how often it was read like that
-        self.future: dict[str, str] = {}  # what was written after the save, and may not be read before it is written again
+        self.future: set[str] = set()  # what was written after the save, and may not be read before it is written again
         self.looked: set[str] = set()  # files that it looked for before it began to train
         self.states: set[str] = set()  # what it has written by torch.save
         self._looking = Ledger()
@@ -57,7 +57,6 @@ class Files:
         self.kept: dict[str, str] = {}  # path -> another name for what was in it at the last save
         self._why_not: dict[str, None] = {}
         self._ledger = Ledger()
-        self._shelter: Shelter | None = None
 
     # -- both ---------------------------------------------------------------------------------------------------------------
 
@@ -78,7 +77,7 @@ class Files:
         if numpy is not None:
             ledger.set(numpy.memmap, "__new__", self._mapped(numpy.memmap.__new__))
         ledger.set(os, "system", self._reaches_out(os.system, "it starts other programs while it trains"))
-        ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it keeps a database"))
+        ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it keeps a database", always=True))
 
     def looks(self) -> None:
         """Until the training begins: which files it looks for."""
@@ -121,10 +120,11 @@ class Files:
 
         return open_heard
 
-    def _reaches_out(self, really: Callable, why: str) -> Callable:
+    def _reaches_out(self, really: Callable, why: str, always: bool = False) -> Callable:
+        """``always``: also before the training begins."""
         @wraps(really)
         def reach(*args: Any, **kwargs: Any) -> Any:
-            if self.tape.hears and (self.tape.steps or "database" in why):
+            if self.tape.hears and (self.tape.steps or always):
                 self._why_not[why] = None
             return really(*args, **kwargs)
 
@@ -213,7 +213,7 @@ class Files:
 
     def _writes(self, key: str, mode: str) -> None:
         self.written[key] = mode
-        self.future.pop(key, None)
+        self.future.discard(key)
         self.hollow.discard(key)
         with self.overlay.looking():
             there = os.path.lexists(key)
@@ -296,11 +296,11 @@ class Files:
         """Nothing that the program has made is seen, until it makes it again."""
         self.reads = state["reads"]
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._shelter = Shelter(str(self.folder), self._ledger)
-        self._shelter.overlay = self.overlay
+        shelter = Shelter(str(self.folder), self._ledger)
+        shelter.overlay = self.overlay
         for key in self._all_made():
             self.overlay._note(key, None)
-        self._shelter.install(torch)
+        shelter.install(torch)
         self._ledger.set(os, "listdir", self._listed(os.listdir))
         self._ledger.set(os, "scandir", lambda path=".": Entries(self, os_scandir(path), path))
 
@@ -361,7 +361,7 @@ class Files:
             if (was_open or "a" in mode) and now[0] >= stood[0] >= 0 and _end_of(self.overlay, key, stood[0]) == end:  # it has only grown
                 os.truncate(key, stood[0])
             else:
-                self.future[key] = mode
+                self.future.add(key)
         for handle in handles:
             self._becomes_real(handle, state["written"])
         self.looked = set(state["looked"])

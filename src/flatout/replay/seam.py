@@ -168,8 +168,8 @@ class Seam:
         known |= {id(leaf) for optimizer in world.optimizers.values() for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, torch.Tensor)}
         known |= {id(tensor.grad) for tensor in world.tensors.values() if type(tensor) is not Skeleton and tensor.is_leaf and tensor.grad is not None}
         known |= {id(tensor._base) for tensor in world.tensors.values() if type(tensor) is not Skeleton and tensor._base is not None}  # of a view
-        others = [tensor for tensor in living() if id(tensor) not in known and type(tensor) is not Skeleton and not self.origins.unchanged(tensor)]
-        others += [tensor for tensor in living() if id(tensor) not in known and self._was_written_to(tensor) and not any(tensor is each for each in others)]
+        others = [tensor for tensor in living() if id(tensor) not in known and type(tensor) is not Skeleton
+                  and (not self.origins.unchanged(tensor) or self._was_written_to(tensor))]
         if others:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in others[:SHOWN])
             self.refuse(f"{len(others)} tensors are held where no variable leads to them (of shape {shapes}{_more(others)}), and their values were not kept")

@@ -25,7 +25,7 @@ NATIVE = frozenset((
     "__len__", "__hash__", "storage_offset", "is_same_size", "is_pinned", "is_inference", "is_conj", "is_neg", "is_set_to", "dim_order", "is_distributed",
     "_is_view", "is_nonzero_static", "has_names", "__dir__", "is_coalesced", "is_tensor", "is_storage", "_is_zerotensor", "_has_compatible_shallow_copy_type"))
 GETTERS = frozenset(("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mps", "is_xpu", "itemsize",
-                     "nbytes", "names", "is_leaf", "_version", "output_nr", "is_mkldnn", "is_sparse_csr", "is_nested", "is_vulkan", "is_xla", "is_hpu",
+                     "nbytes", "names", "grad", "_version", "output_nr", "is_mkldnn", "is_sparse_csr", "is_nested", "is_vulkan", "is_xla", "is_hpu",
                      "is_ipu", "is_maia", "is_mtia", "name", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "is_inference"))
 WITHOUT_GRADIENT = frozenset(("detach", "detach_", "data", "argmax", "argmin", "argsort", "eq", "ne", "lt", "gt", "le", "ge"))
 READS_VALUES = frozenset(("data_ptr", "storage", "untyped_storage", "_typed_storage", "__array_interface__", "__cuda_array_interface__", "__dlpack__",
@@ -134,12 +134,10 @@ class Skeletons:
         special = self._special.get(name)
         if special is not None:
             return special(tensor)
-        if name == "grad":
-            return func(tensor)
         if name in GETTERS:
             return func(tensor)
         if name == "data":
-            return self.made(meta_of(tensor))
+            return Skeleton(meta_of(tensor))
         if name in READS_VALUES:
             return self._values_read(name, func, (tensor,), {})
         return self._answered(name, func, (tensor,), {})
@@ -147,7 +145,7 @@ class Skeletons:
     def _values_read(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if any(_is_without(arg) for arg in args):
             if name == "__deepcopy__":
-                return self.made(args[0].meta)
+                return Skeleton(args[0].meta)
             self.refuse(f"the program uses {name} of a tensor that its training computed, which cannot be followed")
         return func(*args, **kwargs)
 
@@ -167,12 +165,9 @@ class Skeletons:
             for arg in (*args, *kwargs.values()):
                 sources = self._union(sources, self.sources_of(arg))
         if single:
-            return self.made(leaves[0], sources if leaves[0][2].is_floating_point or leaves[0][2].is_complex else NOWHERE)
-        found = [self.made(leaf, sources if leaf[2].is_floating_point else NOWHERE) if type(leaf) is tuple and len(leaf) == 4 else leaf[0] for leaf in leaves]
+            return Skeleton(leaves[0], sources if leaves[0][2].is_floating_point or leaves[0][2].is_complex else NOWHERE)
+        found = [Skeleton(leaf, sources if leaf[2].is_floating_point else NOWHERE) if type(leaf) is tuple and len(leaf) == 4 else leaf[0] for leaf in leaves]
         return pytree.tree_unflatten(found, spec)
-
-    def made(self, meta: tuple[Any, ...], sources: frozenset[Any] = NOWHERE) -> Any:
-        return Skeleton(meta, sources)
 
     def _asked(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], Any, bool]:
         """What torch says a function gives for arguments like these."""
@@ -180,15 +175,14 @@ class Skeletons:
             from torch._subclasses.fake_tensor import FakeTensorMode
 
             self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        states = [torch.default_generator.get_state()]
+        random = torch.default_generator.get_state()
         try:
             with torch.no_grad(), self._fake:
                 def faked(value: Any) -> Any:
                     if not isinstance(value, torch.Tensor):
                         return value
                     size, stride, dtype, device = meta_of(value)
-                    made = torch.empty_strided(size, stride, dtype=dtype, device=device)
-                    return torch.nn.Parameter(made, requires_grad=False) if isinstance(value, torch.nn.Parameter) and name == "get data" else made
+                    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
                 inside = pytree.tree_map(faked, (args, kwargs))
                 result = func(*inside[0], **inside[1])
@@ -200,7 +194,7 @@ class Skeletons:
             why = " ".join(str(error).split())[:160]
             self.refuse(f"{name}() of tensors that the training computed cannot be followed ({type(error).__name__}: {why})")
         finally:
-            torch.default_generator.set_state(states[0])
+            torch.default_generator.set_state(random)
         return metas, spec, isinstance(result, torch.Tensor)
 
     def _casts(self) -> Any:
@@ -224,7 +218,7 @@ class Skeletons:
             self._becomes(target, sources)
         if name in SHAPING and isinstance(result, Skeleton):
             metas, _, _ = self._asked(name, func, args, kwargs)
-            self._swap(result, self.made(metas[0], result.sources))
+            self._swap(result, Skeleton(metas[0], result.sources))
         return result
 
     def _many(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -246,7 +240,7 @@ class Skeletons:
         elif not target.requires_grad:  # weights keep what they have; the seam brings what they should have
             if target.layout is torch.strided:
                 self.memory.add(target.untyped_storage().data_ptr())
-            self._swap(target, self.made(meta_of(target), sources))
+            self._swap(target, Skeleton(meta_of(target), sources))
 
     def _swap(self, target: Any, other: Any) -> None:
         try:
@@ -320,14 +314,14 @@ class Skeletons:
         for source in sources:
             leaf = source.tensor
             if type(leaf) is not Skeleton and leaf.grad is None and (wanted is None or id(leaf) in wanted):
-                leaf.grad = self.made(meta_of(leaf))
+                leaf.grad = Skeleton(meta_of(leaf))
 
     def grads(self, outputs: Any, inputs: Any) -> tuple[Any, ...]:
         """In the place of `torch.autograd.grad`."""
         sources = NOWHERE
         for output in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
             sources = self._union(sources, self.sources_of(output))
-        return tuple(self.made(meta_of(each), sources) for each in ((inputs,) if isinstance(inputs, torch.Tensor) else inputs))
+        return tuple(Skeleton(meta_of(each), sources) for each in ((inputs,) if isinstance(inputs, torch.Tensor) else inputs))
 
     # -- others -------------------------------------------------------------------------------------------------------------
 
@@ -344,7 +338,7 @@ class Skeletons:
         if isinstance(data, torch.Tensor):
             return self._answered("tensor", torch.as_tensor, (data, *args), kwargs)
         zeros = pytree.tree_map(lambda each: torch.zeros(each.meta[0], dtype=each.meta[2]) if type(each) is Skeleton else each, data)
-        return self.made(meta_of(torch.tensor(zeros, *args, **kwargs)))
+        return Skeleton(meta_of(torch.tensor(zeros, *args, **kwargs)))
 
 
 class _ById:
