@@ -3,8 +3,12 @@ are a few of each kind; ``bench/traps.py`` runs all."""
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 from interrupted import TWICE, Programs, live
+from mutants import CHECKS
 from traps import TRAPS
 
 GOES_ON = ("own_generators", "values_steer", "clock_steers", "best_file_moved_into_place", "persistent_workers", "data_set_counts")
@@ -61,3 +65,10 @@ def test_once_more_with_its_data_read(programs, tmp_path):
 def test_it_is_killed_twice(programs, tmp_path, name):
     found = live(programs, tmp_path, TRAPS[name], TWICE)
     assert (found.verdict, found.after) == ("right", 16), found.why
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_can_be_switched_off(name):
+    """``bench/again_checks.py`` shows what goes wrong then."""
+    check = CHECKS[name]
+    assert Path(importlib.util.find_spec(check.module).origin).read_text().count(check.words[0]) == 1
