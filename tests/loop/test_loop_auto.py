@@ -86,14 +86,25 @@ def loss_fn(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def trained(**more):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
-    loop = Loop(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn, data(), epochs=2, **more)
-    return [step.loss.item() for step in loop], loop
+@pytest.fixture
+def trained():
+    """``trained(...)`` is the losses of a Loop with these options, and the Loop. What it has found to be faster (a setting of the garbage collector, say) is no
+    business of the tests that follow."""
+    loops = []
+
+    def train(**more):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+        loop = Loop(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn, data(), epochs=2, **more)
+        loops.append(loop)
+        return [step.loss.item() for step in loop], loop
+
+    yield train
+    for loop in reversed(loops):
+        loop.close()
 
 
-def test_a_loop_that_tunes_itself_with_exact_levers_gives_the_plain_losses(caplog):
+def test_a_loop_that_tunes_itself_with_exact_levers_gives_the_plain_losses(trained, caplog):
     caplog.set_level(logging.INFO, "flatout")
     plain, _ = trained()
     losses, loop = trained(plan="auto", effects="exact")
@@ -111,7 +122,7 @@ def test_a_loop_that_tunes_itself_with_exact_levers_gives_the_plain_losses(caplo
     assert not loop.model._forward_pre_hooks
 
 
-def test_what_it_finds_rounds_only_and_can_be_given_to_the_next_run():
+def test_what_it_finds_rounds_only_and_can_be_given_to_the_next_run(trained):
     plain, _ = trained()
     losses, loop = trained(plan="auto")
     assert losses == pytest.approx(plain, rel=1e-3)
@@ -123,7 +134,7 @@ def test_what_it_finds_rounds_only_and_can_be_given_to_the_next_run():
     assert not loop.optimizer.param_groups[0].get("fused")
 
 
-def test_a_lever_that_is_wrong_never_touches_the_training(monkeypatch):
+def test_a_lever_that_is_wrong_never_touches_the_training(trained, monkeypatch):
     """The shelf's own known-bad variant of a lever that applies here: it would double the learning rate."""
     from dataclasses import replace
 
@@ -140,7 +151,7 @@ def test_a_lever_that_is_wrong_never_touches_the_training(monkeypatch):
 
 
 @pytest.mark.parametrize(("more", "words"), [({"plan": "auto", "effects": "resampled"}, 'it is "exact"'), ({"effects": "exact"}, "narrows what plan")])
-def test_what_cannot_be_asked_for(more, words):
+def test_what_cannot_be_asked_for(trained, more, words):
     with pytest.raises(LoopError, match=words):
         trained(**more)
 

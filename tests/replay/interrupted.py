@@ -56,7 +56,7 @@ class Programs:
 
     def close(self) -> None:
         if self._warm is not None:
-            self._warm.stdin.close()
+            self._warm.kill()  # its end of the pipe may live on in processes that were forked from this one
             self._warm.wait()
 
 

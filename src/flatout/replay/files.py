@@ -11,7 +11,6 @@ import builtins
 import io
 import json
 import os
-import pickle
 import shutil
 import sqlite3
 import stat
@@ -70,8 +69,9 @@ class Files:
         for owner in (torch, torch.jit):
             ledger.set(owner, "save", self._saved(owner.save))
         ledger.set(torch, "load", self._loaded(torch.load))
+        pickle: Any = sys.modules["pickle"]  # torch has imported it and the next; that it writes is heard, nothing is read with it
+        started: Any = sys.modules["subprocess"]
         ledger.set(pickle, "dump", self._dumped(pickle.dump))
-        started: Any = sys.modules["subprocess"]  # torch has imported it
         ledger.set(started.Popen, "__init__", self._reaches_out(started.Popen.__init__, "it starts other programs while it trains"))
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None:
