@@ -146,9 +146,11 @@ def _leave(path: str, pid: int) -> None:
     if speaks_first(path):
         never = "finished a training step" if "torch" in sys.modules else "imported torch"
         say(f"nothing was applied: this program never {never}")
-    for remove, what in ((os.unlink, path), (os.unlink, f"{path}.told"), (os.unlink, f"{path}.kept"), (os.unlink, f"{path}.exactly"),
-                         (os.rmdir, os.path.dirname(path))):
-        try:
-            remove(what)
-        except OSError:
-            pass  # it was never made, or somebody has tidied up before
+    folder, name = os.path.split(path)
+    try:
+        for each in os.listdir(folder):
+            if each.startswith(name):  # the job, and what processes have claimed of it
+                os.unlink(os.path.join(folder, each))
+        os.rmdir(folder)
+    except OSError:
+        pass  # somebody has tidied up before, or something else is in it

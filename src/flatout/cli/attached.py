@@ -57,8 +57,7 @@ class Attached(Listener):
         here = standing()
         self.rank = here.rank if here is not None else int(os.environ.get("RANK", "0"))
         ledger = Ledger()
-        self.rescue = _rescue(job, torch, ledger) if self.rank == 0 and job.get("rescue") else None
-        self.again = _again(job, self.rescue, ledger, self.goes_on) if self.rescue is not None and job.get("resume") else None
+        self.rescue, self.again = self._keeping(job, torch, ledger)
         self.kept: Listener | None = self.again or self.rescue
         self.scene = Scene(torch, self if self.kept is None else Several(self, self.kept), ledger)
         if here is not None and here.world_size > 1:
@@ -71,6 +70,20 @@ class Attached(Listener):
         if self.again is not None:
             self.again.install()
         self.speaks = False
+
+    def _keeping(self, job: dict[str, Any], torch: Any, ledger: Ledger) -> tuple[Rescue | None, Again | None]:
+        """Who keeps saves of this process, and who brings it to the newest one that it can go on from exactly, or records it from its beginning. Of several
+        ranks rank 0 keeps saves, and the others where all are gone on with."""
+        if not job.get("rescue"):
+            return None, None
+        if not job.get("resume"):
+            return (_rescue(torch, Path(job["rescue"]), ledger, os.environ["FLATOUT_JOB"]), None) if self.rank == 0 else (None, None)
+        from flatout.cli.resuming import Ranks, resume
+
+        ranks = Ranks.of(torch, Path(job["rescue"]))
+        rescue = _rescue(torch, ranks.folders[ranks.rank], ledger, ranks.claim, ranks.say)
+        again = resume(rescue, ledger, self.goes_on, job["resume"], ranks)
+        return (rescue, again) if again is not None or self.rank == 0 else (None, None)
 
     def broke(self, error: Exception) -> None:
         say(f"flatout made a mistake ({type(error).__name__}: {error}) and leaves the program alone from here")
@@ -108,16 +121,9 @@ class Attached(Listener):
         self.rescue.begin(self.scene)
 
 
-def _again(job: dict[str, Any], rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None]) -> Again | None:
-    """Brings this process to the newest save that it can go on from exactly, or records it from its beginning. Only the first process of a program."""
-    from flatout.cli.resuming import resume
-
-    return resume(rescue, ledger, at_seam, job["resume"])
-
-
-def _rescue(job: dict[str, Any], torch: Any, ledger: Ledger) -> Rescue:
+def _rescue(torch: Any, folder: Path, ledger: Ledger, claim: str, tell: Callable[[str], None] = say_at_once) -> Rescue:
     from flatout.engine.rescue import Rescue
 
-    found = Rescue(torch, Path(job["rescue"]), say_at_once, lambda: keeps_first(os.environ["FLATOUT_JOB"]), ledger)
+    found = Rescue(torch, folder, tell, lambda: keeps_first(claim), ledger)
     atexit.register(found.finish)
     return found

@@ -9,7 +9,7 @@ import shutil
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,6 +21,8 @@ from flatout.launch.anew import become_again
 from flatout.pipeline.streams import own_generators
 from flatout.plan import pulse
 from flatout.plan.errors import CannotResume, FlatoutError, SaveError
+from flatout.plan.standing import standing
+from flatout.state.appointment import Appointment
 from flatout.state.drift import drift, surroundings
 from flatout.state.saves import Save, Saves, believed
 
@@ -31,32 +33,35 @@ if TYPE_CHECKING:
     from flatout.replay.again import Again
 
 JOURNAL, FETCHES = "journal-", "FLATOUT_FETCHES"
+MOST_RANKS = 2
 
 
-def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: Mapping[str, Any]) -> Again | None:
+def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: Mapping[str, Any], ranks: Ranks) -> Again | None:
     """``asked``: ``anew``; ``shows``; ``rescue``: saves are wanted also where nobody goes on from them; ``insists``: what cannot be gone on with exactly is not
     begun anew. None where this is no process whose training could be
     recorded."""
     import torch
 
-    from flatout.replay.again import Again
+    from flatout.replay.again import Again, Outside, Way
 
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        return None  # ranks meet, and what is gone through again would meet nobody
+    if why_not := ranks.why_not():
+        ranks.say(f"this program is not recorded, and cannot be gone on with exactly: {why_not}")
+        return None
     if (started := sys.modules.get("multiprocessing.process")) is not None and started.parent_process() is not None:
         return None
-    if not records_first(os.environ["FLATOUT_JOB"]):
+    if not records_first(ranks.claim):
         return None
+    appointment = ranks.appointment()
     pulse.goes_on_exactly()
     again: Again | None = None
     folder = rescue.folder
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    save, unfinished = (None, "") if asked["anew"] else newest_exact(folder)
+    save, unfinished = (None, "") if asked["anew"] else newest_exact(folder) if ranks.size == 1 else newest_of_all(folder, ranks)
     journal = folder / (save.manifest.told["journal"] if save is not None else f"{JOURNAL}{uuid.uuid4().hex[:8]}")
 
     def refuse(why: str) -> NoReturn:
         """Ends the process: nothing of the program may run with tensors that have no values. Once it becomes itself again, and reads its data on the way."""
-        if again is not None and again.skips and FETCHES not in os.environ:
+        if again is not None and again.skips and FETCHES not in os.environ and ranks.size == 1:
             say_at_once(f"{why}; once more, with its data read on the way")
             unlink(f"{os.environ['FLATOUT_JOB']}.exactly")
             become_again({FETCHES: "1"})
@@ -64,7 +69,7 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
         if not asked["insists"]:
             unlink(journal)
             then = "It begins anew when it is started again; `flatout rescue` lists what is kept"
-        say_at_once(f"cannot go on exactly: {why}. {then}.")
+        say_at_once(f"{ranks.prefix}cannot go on exactly: {why}. {then}.")
         os._exit(CannotResume.exit_code)
 
     def seam() -> None:
@@ -72,12 +77,12 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
         differs = drift(save.manifest.told["surroundings"], surroundings(torch)) if save is not None else []
         if differs:  # what a program sets itself has been set by now
             refuse(f"this is not how {save.path.name if save is not None else ''} was kept: {'; '.join(differs)}")
-        say_at_once(f"going on exactly after step {save.step if save is not None else 0}")
+        ranks.say(f"going on exactly after step {save.step if save is not None else 0}")
         pulse.goes_on_here()
         at_seam()
 
     def left_alone(sentence: str) -> None:
-        say_at_once(sentence)
+        ranks.say(sentence)
         pulse.goes_on_exactly(False)
         pulse.saved()  # the file that has shown it
         if not asked["rescue"]:
@@ -89,18 +94,19 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
         refuse(f"of its last start there is no save to go on from: {unfinished}")
     if save is None and FETCHES in os.environ:
         refuse("the save that it was on the way to is not there any more")
-    if save is None:
-        _tidy(folder)
-    else:
-        say_at_once(f"going through the program again up to step {save.step}, from {os.path.relpath(save.path)}")
+    if save is not None:
+        ranks.say(f"going through the program again up to step {save.step}, from {os.path.relpath(save.path)}")
         try:
             _may_go_on(torch, save)
             state = save.read(torch)["exact"]
         except FlatoutError as error:
             refuse(str(error).rstrip("."))
-    again = Again(journal, state, rescue, ledger, say_at_once, refuse, own_generators, seam, left_alone, asked["shows"], FETCHES in os.environ)
+    way = Way(journal, state, several=ranks.size > 1, shows=asked["shows"], fetches=FETCHES in os.environ)
+    again = Again(way, Outside(ranks.say, refuse, lambda: _tidy(folder), seam, left_alone), rescue, ledger, own_generators)
     atexit.register(_ended, again, rescue)
-    rescue.beside = Told(again, journal.name)
+    rescue.beside = Told(again, journal.name, ranks, appointment.launch if appointment is not None else 0)
+    if appointment is not None:
+        rescue.agrees = appointment.agrees
     if save is not None:
         rescue.goes_on, rescue.cost_s = save.step, float(save.manifest.told.get("cost_s") or COST_S)
     return again
@@ -123,11 +129,53 @@ def _place_of(failure: BaseException) -> str:
     return f", at {os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
+class Ranks:
+    """Which of the ranks of one program this process is. ``folder``: of the saves of rank 0."""
+
+    def __init__(self, torch: Any, rank: int, size: int, here: int, folder: Path) -> None:
+        self.torch, self.rank, self.size, self.here = torch, rank, size, here
+        self.folders = [folder if each == 0 else folder / f"rank-{each}" for each in range(size)]
+        job = os.environ["FLATOUT_JOB"]
+        self.claim = f"{job}.{rank}" if size > 1 else job
+        self.prefix = f"rank {rank}: " if rank else ""
+
+    @classmethod
+    def of(cls, torch: Any, folder: Path) -> Ranks:
+        names = os.environ
+        if (here := standing()) is not None:
+            return cls(torch, here.rank, here.world_size, here.local_world_size, folder)
+        size = int(names.get("WORLD_SIZE") or 1)
+        return cls(torch, int(names.get("RANK") or 0) if size > 1 else 0, size, int(names.get("LOCAL_WORLD_SIZE") or size), folder)
+
+    def say(self, sentence: str) -> None:
+        """Once for all ranks."""
+        if self.rank == 0:
+            say_at_once(sentence)
+
+    def why_not(self) -> str:
+        """Why its ranks cannot be gone on with, or ""."""
+        if self.size == 1:
+            return ""
+        if standing() is not None:
+            return "flatout divides it between ranks (--procs)"
+        if self.size != self.here:
+            return "its ranks are on several machines"
+        if self.size > MOST_RANKS:
+            return f"how the gradients of more than {MOST_RANKS} ranks are summed depends on what they have computed before"
+        return "" if self.torch.distributed.is_available() else "this torch has no torch.distributed"
+
+    def appointment(self) -> Appointment | None:
+        """Where ranks agree on their saves. Ranks of one launch have one parent."""
+        if self.size == 1:
+            return None
+        return Appointment(f"{os.environ['FLATOUT_JOB']}.{os.getppid()}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", leads=self.rank == 0)
+
+
 class Told:
     """What a save tells beside what `Again` adds to it: the journal, and the sources of the program."""
 
-    def __init__(self, again: Again, journal: str) -> None:
-        self.again, self.journal = again, journal
+    def __init__(self, again: Again, journal: str, ranks: Ranks, launch: int) -> None:
+        self.again, self.journal, self.ranks, self.launch = again, journal, ranks, launch
         from flatout.replay.world import users_modules
 
         self._modules, self._sources = users_modules, dict[str, str]()
@@ -136,7 +184,7 @@ class Told:
     def beside(self, frame: Any) -> tuple[dict[str, Any], str]:
         found, why_not = self.again.beside(frame)
         if why_not and why_not != self._why_not and not self.again.tape.broken:
-            say_at_once(f"from here on this program could not be gone on with exactly: {why_not}")
+            say_at_once(f"{self.ranks.prefix}from here on this program could not be gone on with exactly: {why_not}")
         self._why_not = why_not
         return found, self._why_not
 
@@ -145,7 +193,8 @@ class Told:
             file = os.path.abspath(getattr(module, "__file__", None) or "")
             if file not in self._sources and is_users(file):
                 self._sources[file] = _digest_of(file)  # as it is when it is first seen: what changes later is not what runs
-        return {"journal": self.journal, "program": sys.orig_argv[1:], "sources": self._sources}
+        told = {"journal": self.journal, "program": sys.orig_argv[1:], "sources": self._sources}
+        return {**told, "ranks": {"size": self.ranks.size, "launch": self.launch, **self.again.met()}} if self.ranks.size > 1 else told
 
     def kept(self, step: int) -> None:
         if not self._why_not and not self.again.tape.broken:
@@ -159,18 +208,46 @@ def newest_exact(folder: Path) -> tuple[Save | None, str]:
     """The newest save of this program that can be believed, and gone on from exactly: its journal is there. Where there is none, why nobody can go on from the
     newest one of a program that was interrupted; "" where it was not."""
     why_not = ""
+    for save in _of_this_program(folder):
+        told = save.manifest.told
+        if told.get("exact") == "":
+            return save, ""
+        why_not = why_not or str(told.get("exact") or "")
+    return None, why_not
+
+
+def newest_of_all(folder: Path, ranks: Ranks) -> tuple[Save | None, str]:
+    """The same among saves that all ranks have made at one moment. Every rank comes to the same answer, for its own ``folder``."""
+    kept = [{save.step: save for save in _of_this_program(each)} for each in ranks.folders]
+    whole = [step for step in sorted(set.intersection(*map(set, kept)), reverse=True) if _are_of_one_moment([of_rank[step] for of_rank in kept])]
+    why_not = ""
+    for step in whole:
+        reasons = [str(of_rank[step].manifest.told.get("exact") or "") for of_rank in kept]
+        if not any(reasons):
+            return kept[ranks.rank][step], ""
+        why_not = why_not or next(filter(None, reasons))
+    return None, why_not or ("its ranks were not interrupted at a moment of which all have a save" if any(kept) else "")
+
+
+def _are_of_one_moment(saves: list[Save]) -> bool:
+    """Whether each group of ranks had met equally often, and the training of all had begun at one place."""
+    told = [save.manifest.told.get("ranks") or {} for save in saves]
+    if len({(each.get("size"), each.get("launch")) for each in told}) != 1 or told[0].get("size") != len(saves):
+        return False
+    return all(len({each[counts][group] for each in told if group in each[counts]}) == 1
+               for counts in ("met", "begun") for group in {group for each in told for group in each[counts]})
+
+
+def _of_this_program(folder: Path) -> Iterator[Save]:
+    """Saves that can be believed and whose journal is there, the newest first."""
     for path in Saves(folder).paths():
         try:
             save = believed(path)
         except SaveError:
             continue
         told = save.manifest.told
-        if told.get("program") != sys.orig_argv[1:] or not (folder / Path(str(told.get("journal"))).name).is_file():
-            continue
-        if told.get("exact") == "":
-            return save, ""
-        why_not = why_not or str(told.get("exact") or "")
-    return None, why_not
+        if told.get("program") == sys.orig_argv[1:] and (folder / Path(str(told.get("journal"))).name).is_file():
+            yield save
 
 
 def _may_go_on(torch: Any, save: Save) -> None:

@@ -62,6 +62,7 @@ class Rescue(Listener):
     signalled = False  # whatever the program makes of it, its end is not of its own accord
     cost_s = 0.0  # of a save, as far as it is known
     beside: Beside | None = None
+    agrees: Callable[[bool, int], bool] = staticmethod(lambda wants, steps: wants)  # of several ranks all save after the same step
 
     def __init__(self, torch: Any, folder: Path, say: Callable[[str], None], may_begin: Callable[[], bool], ledger: Ledger) -> None:
         self.torch, self.folder, self.say, self.may_begin, self.ledger = torch, folder, say, may_begin, ledger
@@ -133,20 +134,22 @@ class Rescue(Listener):
         """Not yet the moment to save: schedulers, scalers and averaged copies are brought up to date after the optimizer."""
         self._inside = self._updating = self._updated = False
         if self._active:
-            if self._pending is not None:
+            wants = self.saver.due(self.scene.steps) if self.saver is not None else seconds() >= self._retry_s
+            self._due = self.agrees(wants or self._pending is not None, self.scene.steps)
+            if self._pending is not None and self._due:
                 self._remind(self._pending, SETTLING_S)
-            self._due = self.saver.due(self.scene.steps) if self.saver is not None else seconds() >= self._retry_s
 
     def _step_begins(self, late: bool = False) -> None:
         """All of the step before is done; ``late``: something of this one, too."""
         if self.torch.compiler.is_compiling():
             return  # a hook that is being compiled with the model: the backward pass will be heard
         self._inside, self._between = late, not late
-        if self._active and self._due and self._pending is None:
+        if self._active and (self._due or (self._pending is not None and self.agrees(True, self.scene.steps))):
             self._due = False
-            self._save("interval", sys._getframe(1))
-        if self._active and self._pending is not None:
-            self._end_waiting()
+            if self._pending is None:
+                self._save("interval", sys._getframe(1))
+            else:
+                self._end_waiting()
         self._inside, self._between = True, False
         if not self._told:
             self._tell_what_is_kept()

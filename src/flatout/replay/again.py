@@ -12,16 +12,17 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
-from flatout.plan.errors import FlatoutError
+from flatout.plan.errors import FlatoutError, StorageError
 from flatout.replay.batches import Batches
 from flatout.replay.files import Files
 from flatout.replay.hearing import Hearing
@@ -34,25 +35,53 @@ from flatout.state.carrying import Find
 from flatout.state.journal import Journal, Place, read_journal
 from flatout.state.randoms import random_states, set_random_states
 
+if TYPE_CHECKING:
+    from flatout.replay.collectives import Collectives
+
 FORWARD, BACKWARD, WENT_BACKWARD, OPTIMIZER, STEPPED = 2, 3, 4, 5, 6  # events, beside those of batches
 
 
-class Again(Listener):
-    """``journal``: where it lies. ``state``: what `beside` has given to the save that is to be gone on from, None to begin. ``saving`` is the listener that
-    saves; it hears nothing before the seam. ``say`` is for the person; ``refuse`` ends the process with a sentence. ``at_seam`` is called when
-    the program has become the one that was saved, ``left_alone`` with a sentence where it goes on by itself. ``fetches``: batches
-    of this process are fetched on the way."""
+@dataclass(frozen=True)
+class Way:
+    """``journal``: where it lies. ``state``: what `Again.beside` has given to the save that is to be gone on from, None to begin. ``several``: the program has
+    ranks, which say things to each other. ``shows``: what it prints on the way is shown. ``fetches``: batches of this process are fetched on the way."""
 
-    def __init__(self, journal: Path, state: dict[str, Any] | None, saving: Listener, ledger: Ledger, say: Callable[[str], None],
-                 refuse: Callable[[str], NoReturn], find: Find, at_seam: Callable[[], None],
-                 left_alone: Callable[[str], None], shows: bool, fetches: bool) -> None:
-        self.refuse, self.left_alone = refuse, left_alone
-        self.journal, self.saved, self.saving, self.ledger, self.say, self.at_seam = journal, state, saving, ledger, say, at_seam
-        self.tape = Tape(self.refuse, say)
+    journal: Path
+    state: dict[str, Any] | None
+    several: bool = False
+    shows: bool = False
+    fetches: bool = False
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Who is told. ``say`` is for the person; ``refuse`` ends the process with a sentence. ``begins`` is called before anything is written, ``at_seam`` when
+    the program has become the one that was saved, ``left_alone`` with a sentence where it goes on by itself."""
+
+    say: Callable[[str], None]
+    refuse: Callable[[str], NoReturn]
+    begins: Callable[[], None]
+    at_seam: Callable[[], None]
+    left_alone: Callable[[str], None]
+
+
+class Again(Listener):
+    """``saving`` is the listener that saves; it hears nothing before the seam. ``find`` gives the random generators that an object holds."""
+
+    def __init__(self, way: Way, outside: Outside, saving: Listener, ledger: Ledger, find: Find) -> None:
+        state = way.state
+        self.refuse, self.outside = outside.refuse, outside
+        self.journal, self.saved, self.saving, self.ledger = way.journal, state, saving, ledger
+        self.tape = Tape(outside.refuse, outside.say)
         self.skeletons = Skeletons(self.refuse)
         self.batches = Batches(self.tape, ledger, self._begins, find)
-        self.batches.fetches = fetches
-        self.files = Files(journal.with_name(f"{journal.name}.files"), self.tape, self.refuse, self._resumes_by_itself)
+        self.batches.fetches = way.fetches
+        self.files = Files(way.journal.with_name(f"{way.journal.name}.files"), self.tape, self.refuse, self._resumes_by_itself)
+        self.collectives: Collectives | None = None
+        if way.several:
+            from flatout.replay.collectives import Collectives
+
+            self.collectives = Collectives(self.tape, self.skeletons, ledger)
         self._mode: Any = None
         self._quiet: Quiet | None = None
         self._origins: Origins | None = None
@@ -67,11 +96,10 @@ class Again(Listener):
         os.register_at_fork(after_in_child=self._forked)
         if state is None:
             self._start = random_states(torch)
-            self.tape.record(Journal(journal))
             self.files.looks()
         else:
             self._start = state["start"]
-            self._play(state, shows)
+            self._play(state, way.shows)
         self.files.install()
 
     def install(self) -> None:
@@ -101,11 +129,10 @@ class Again(Listener):
 
     def _resumes_by_itself(self, file: str) -> None:
         """Nothing is recorded any more, and no save is gone on from."""
-        if self.tape.journal is not None:
-            self.tape.journal = None
-            self.tape.broken = f"it resumes by itself, from {os.path.relpath(file)}"
+        if not self.tape.going and not self.tape.broken:
+            self.tape.breaks(f"it resumes by itself, from {os.path.relpath(file)}")
             self.journal.unlink(missing_ok=True)
-            self.left_alone(f"this program resumes by itself, from {os.path.relpath(file)}: that is left to it")
+            self.outside.left_alone(f"this program resumes by itself, from {os.path.relpath(file)}: that is left to it")
 
     # -- recording ----------------------------------------------------------------------------------------------------------
 
@@ -120,8 +147,14 @@ class Again(Listener):
         world = World().look(frame, self._also())
         state, unsound = state_of_world(world, self._origins)
         unsound += self.files.unsound()
+        if self.collectives is not None:
+            unsound += self.collectives.unsound()
         return {**state, "start": self._start, "random": random_states(torch), "batches": self.batches.place(), "files": self.files.state(),
                 "journal": place.to_json(), "events": tape.events, "steps": tape.steps}, "; ".join(unsound)
+
+    def met(self) -> dict[str, Any]:
+        """How often the ranks have met: the same in all saves of one moment."""
+        return self.collectives.state() if self.collectives is not None else {}
 
     def flush(self) -> None:
         """Until the journal is on the disk."""
@@ -135,6 +168,8 @@ class Again(Listener):
         """The first batch is taken, or the first module called: what was made before was made for real."""
         if self._origins is None:
             self.files.begins()
+            if self.collectives is not None:
+                self.collectives.begins()
             self.tape.deaf += 1
             try:
                 self._origins = Origins(World().look(sys._getframe(1), {}), everything=self.tape.going)
@@ -144,6 +179,17 @@ class Again(Listener):
                 self._draws = Draws()
                 self._mode.off = False
                 self._without_compiler()
+            elif not self.tape.broken:
+                self._record_from_here()
+
+    def _record_from_here(self) -> None:
+        """What was heard so far is kept, too. Processes that train nothing, such as those that start ranks, never come here."""
+        self.outside.begins()
+        try:
+            self.tape.record(Journal(self.journal))
+        except StorageError as error:
+            self.tape.breaks(str(error))
+            self.outside.say(f"this program cannot be gone on with exactly: {error}")
 
     @contextmanager
     def for_real(self) -> Iterator[None]:
@@ -337,7 +383,7 @@ class Again(Listener):
         finally:
             tape.deaf -= 1
         self.saved = None
-        self.at_seam()
+        self.outside.at_seam()
 
     def _leave_mode(self) -> None:
         """It may lie below modes of the program's own."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from flatout.capture.frames import is_users
 from flatout.capture.ledger import Ledger
 
 HERE = ("127.", "::1", "localhost")
@@ -20,6 +22,8 @@ class Quiet:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not shows:
                 self._ledger.set(stream, "write", self._unless(stream.write), new=True)
+        if not shows:
+            self._ledger.set(os, "write", self._past_them(os.write))
         sockets = sys.modules.get("socket")
         if sockets is not None:
             self._ledger.set(sockets.socket, "connect", self._within(sockets.socket.connect))
@@ -30,6 +34,13 @@ class Quiet:
 
     def _unless(self, write: Callable[[str], int]) -> Callable[[str], int]:
         return lambda text: len(text) if self.on else write(text)
+
+    def _past_them(self, write: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
+        def written(handle: int, data: Any) -> int:
+            silent = self.on and handle in (1, 2) and is_users(sys._getframe(1).f_code.co_filename)
+            return len(data) if silent else write(handle, data)
+
+        return written
 
     def _within(self, connect: Callable) -> Callable:
         def connect_here(socket: Any, address: Any) -> Any:

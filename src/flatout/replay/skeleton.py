@@ -19,8 +19,10 @@ from torch.utils import _pytree as pytree
 Refuse = Callable[[str], NoReturn]
 NOWHERE: frozenset[Any] = frozenset()
 
+COLLECTIVE = "a collective"
 # Answered by the skeleton itself, or by torch for it: nothing of values.
 NATIVE = frozenset((
+    COLLECTIVE,  # the process group answers (`flatout.replay.collectives`)
     "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device",
     "__len__", "__hash__", "storage_offset", "is_same_size", "is_pinned", "is_inference", "is_conj", "is_neg", "is_set_to", "dim_order", "is_distributed",
     "_is_view", "is_nonzero_static", "has_names", "__dir__", "is_coalesced", "is_tensor", "is_storage", "_is_zerotensor", "_has_compatible_shallow_copy_type"))
@@ -232,6 +234,12 @@ class Skeletons:
             self._becomes(target, NOWHERE)
         return None
 
+    def lose(self, targets: Iterable[Any]) -> None:
+        """What somebody else has written to."""
+        for target in targets:
+            if isinstance(target, torch.Tensor):
+                self._becomes(target, NOWHERE)
+
     def _becomes(self, target: Any, sources: frozenset[Any]) -> None:
         """A tensor was written to with what nobody knows."""
         if type(target) is Skeleton:
@@ -378,6 +386,8 @@ SHAPING = frozenset(("squeeze_", "unsqueeze_", "transpose_", "t_", "resize_", "r
 
 
 def _name_of(func: Any) -> str:
+    if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+        return COLLECTIVE
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         owner = getattr(func, "__self__", None)

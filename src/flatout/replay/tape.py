@@ -57,6 +57,11 @@ class Tape:
     def record(self, journal: Journal) -> None:
         self.journal = journal
 
+    def breaks(self, why: str) -> None:
+        """Nothing is recorded any more."""
+        self.journal, self.broken = None, why
+        self.entries.clear()
+
     @property
     def hears(self) -> bool:
         """Whether what this thread does now belongs to the program's way."""
@@ -113,8 +118,9 @@ class Tape:
             try:
                 self.journal.append(self.entries)
             except StorageError as error:
-                self.journal, self.broken = None, str(error)
+                self.breaks(str(error))
                 self.complain(f"from here on this program cannot be gone on with exactly: {error}")
+        if self.journal is not None or self.broken:
             self.entries.clear()
         return self.journal.place if self.journal is not None else None
 

@@ -1,0 +1,123 @@
+"""A program that divides itself between two ranks is killed and typed again: all ranks go on from saves of one moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interrupted import SITE
+
+from flatout.state.appointment import AHEAD, Appointment
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="not run: this torch has no torch.distributed")
+
+PROGRAM = '''
+import hashlib, os, torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(96, 6), torch.randint(0, 3, (96,)))
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=6, sampler=sampler)
+net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+model = nn.parallel.DistributedDataParallel(net)
+adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+decay = torch.optim.lr_scheduler.ReduceLROnPlateau(adam, patience=0)
+torch.manual_seed(100 + rank)
+for epoch in range(5):
+    sampler.set_epoch(epoch)
+    total = torch.zeros(())
+    for at, (x, y) in enumerate(loader):
+        with model.no_sync() if at % 2 == 0 else torch.enable_grad():
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+        total += loss.detach()
+        if at % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            adam.step()
+            adam.zero_grad()
+    waits = dist.all_reduce(total, async_op=True)
+    waits.wait()
+    told = [None, None]
+    dist.all_gather_object(told, {"rank": rank, "draw": round(torch.rand(()).item(), 4)})
+    decay.step(total.item())
+    if rank == 0:
+        os.write(1, f"{epoch} {total.item():.9f} {told}\\n".encode())
+state = b"".join(value.numpy().tobytes() for value in net.state_dict().values())
+os.write(1, f"end {rank} {hashlib.sha256(state).hexdigest()}\\n".encode())
+'''
+STEPS_OF_AN_EPOCH = 4
+
+
+def run(folder, *before, **more):
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("FLATOUT_", "PYTEST_", "PYTHON"))}
+    env |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}", "OMP_NUM_THREADS": "1", **more}
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    return subprocess.run([sys.executable, *before, *(["python"] if before else []), *ranks], cwd=folder, env=env, capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL, timeout=120, check=False)
+
+
+def ends(done):
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("end "))
+
+
+def test_two_ranks_go_on_from_the_newest_saves_of_one_moment(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    undisturbed = run(tmp_path)
+    assert len(ends(undisturbed)) == 2, undisturbed.stderr
+    resume, saves = ("-m", "flatout", "run", "--resume"), {"PYTHONPATH": SITE, "TRAP_SAVE": "10"}
+    killed = run(tmp_path, *resume, **saves, TRAP_KILL="16")
+    assert killed.returncode != 0
+    newest = sorted(tmp_path.glob(".flatout/*/rescue/**/step-00000012/manifest.json"))
+    assert len(newest) == 2, killed.stderr
+    shutil.copytree(tmp_path / ".flatout", tmp_path / "kept")
+
+    again = run(tmp_path, *resume, **saves)
+    assert again.stderr.count("going on exactly after step 12") == 1, again.stderr
+    assert ends(again) == ends(undisturbed)
+    lines = [line for line in again.stdout.splitlines() if not line.startswith("end ")]
+    assert lines == [line for line in undisturbed.stdout.splitlines() if not line.startswith("end ")][12 // STEPS_OF_AN_EPOCH:][-len(lines):]
+
+    shutil.rmtree(tmp_path / ".flatout")
+    shutil.move(tmp_path / "kept", tmp_path / ".flatout")
+    told = json.loads(newest[0].read_text())  # as if its group had met once more when this rank was saved
+    (group,) = told["told"]["ranks"]["met"]
+    told["told"]["ranks"]["met"][group] += 1
+    newest[0].write_text(json.dumps(told))
+    older = run(tmp_path, *resume, **saves)
+    assert "going on exactly after step 12" not in older.stderr
+    assert "going on exactly after step" in older.stderr or "no save to go on from" in older.stderr, older.stderr
+    if "no save" not in older.stderr:
+        assert ends(older) == ends(undisturbed)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=60))
+@settings(max_examples=50)
+def test_ranks_that_are_never_more_than_a_step_apart_save_after_the_same_steps(tmp_path_factory, turns):
+    path = str(tmp_path_factory.mktemp("page") / "page")
+    ranks = [Appointment(path, leads=True), Appointment(path, leads=False)]
+    assert ranks[0].launch == ranks[1].launch
+    steps, saved, wanted = [0, 0], ([], []), []
+    for rank, wants in turns:
+        if steps[rank] > steps[1 - rank]:
+            rank = 1 - rank  # it waits for the other one
+        steps[rank] += 1
+        if rank == 0 and wants:
+            wanted.append(steps[0])
+        if ranks[rank].agrees(wants, steps[rank]):
+            saved[rank].append(steps[rank])
+    both = min(steps)
+    assert [step for step in saved[0] if step <= both] == [step for step in saved[1] if step <= both]
+    if wanted and wanted[0] + AHEAD <= both:
+        assert saved[0][0] == wanted[0] + AHEAD
