@@ -43,6 +43,8 @@ class Opened:
 
 def opened(folder: Path, fresh: bool, company: Company | None) -> Opened:
     """Raises SaveError where there are saves and none can be believed, StorageError where the folder cannot be written."""
+    if not fresh:
+        pulse.resumes_by_itself(folder)
     if company is None:
         return _by_the_first(folder, fresh)
     found: Opened | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 FOLDER = "FLATOUT_PULSE"
@@ -98,6 +99,21 @@ def goes_on_exactly(exactly: bool = True) -> None:
     _exactly = exactly
     if not exactly and _own is not None:
         _own.words[SAVED] = 0
+
+
+_own_way: Callable[[str], None] | None = None
+
+
+def when_it_resumes_by_itself(hear: Callable[[str], None]) -> None:
+    """``hear`` is called with the file or folder that a program goes on from by itself when it is started again."""
+    global _own_way
+    _own_way = hear
+
+
+def resumes_by_itself(place: str | os.PathLike[str]) -> None:
+    """Said by whoever goes on from saves in ``place``."""
+    if _own_way is not None:
+        _own_way(os.fspath(place))
 
 
 def saved(step: int | None = None) -> None:

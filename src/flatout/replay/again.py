@@ -22,6 +22,7 @@ import torch
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
+from flatout.plan import pulse
 from flatout.plan.errors import FlatoutError, StorageError
 from flatout.replay.batches import Batches
 from flatout.replay.files import Files
@@ -77,6 +78,7 @@ class Again(Listener):
         self.batches = Batches(self.tape, ledger, self._begins, find)
         self.batches.fetches = way.fetches
         self.files = Files(way.journal.with_name(f"{way.journal.name}.files"), self.tape, self.refuse, self._resumes_by_itself)
+        pulse.when_it_resumes_by_itself(self._resumes_by_itself)
         self.collectives: Collectives | None = None
         if way.several:
             from flatout.replay.collectives import Collectives
@@ -127,12 +129,12 @@ class Again(Listener):
         self.journal.unlink(missing_ok=True)
         self.files.ended()
 
-    def _resumes_by_itself(self, file: str) -> None:
+    def _resumes_by_itself(self, place: str) -> None:
         """Nothing is recorded any more, and no save is gone on from."""
         if not self.tape.going and not self.tape.broken:
-            self.tape.breaks(f"it resumes by itself, from {os.path.relpath(file)}")
+            self.tape.breaks(f"it resumes by itself, from {os.path.relpath(place)}")
             self.journal.unlink(missing_ok=True)
-            self.outside.left_alone(f"this program resumes by itself, from {os.path.relpath(file)}: that is left to it")
+            self.outside.left_alone(f"this program resumes by itself, from {os.path.relpath(place)}: that is left to it")
 
     # -- recording ----------------------------------------------------------------------------------------------------------
 
