@@ -112,7 +112,7 @@ def judged(trap: Trap, lines: list[str], killed: Done, again: Done, exact: list[
         return Lives("refused", refused[0].removeprefix(REFUSES))
     if again.code:
         return Lives("crashed", f"{again.code}: {last(again.err)}")
-    after = [int(line.removeprefix(GOES_ON)) for line in again.said if line.startswith(GOES_ON)]
+    after = [int(line.removeprefix(GOES_ON).partition(",")[0]) for line in again.said if line.startswith(GOES_ON)]
     told = again.out.splitlines()
     if trap.itself:
         why = strange(killed.out.splitlines(), told, after[0] if after else 0)

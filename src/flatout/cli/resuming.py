@@ -72,12 +72,12 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
         say_at_once(f"{ranks.prefix}cannot go on exactly: {why}. {then}.")
         os._exit(CannotResume.exit_code)
 
-    def seam() -> None:
+    def seam(through_s: float, trained_s: float) -> None:
         os.environ.pop(FETCHES, None)
         differs = drift(save.manifest.told["surroundings"], surroundings(torch)) if save is not None else []
         if differs:  # what a program sets itself has been set by now
             refuse(f"this is not how {save.path.name if save is not None else ''} was kept: {'; '.join(differs)}")
-        ranks.say(f"going on exactly after step {save.step if save is not None else 0}")
+        ranks.say(f"going on exactly after step {save.step if save is not None else 0}, come to in {through_s:.1f} s; training had taken {trained_s:.1f} s")
         pulse.goes_on_here()
         at_seam()
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
+from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -57,12 +58,13 @@ class Way:
 @dataclass(frozen=True)
 class Outside:
     """Who is told. ``say`` is for the person; ``refuse`` ends the process with a sentence. ``begins`` is called before anything is written, ``at_seam`` when
-    the program has become the one that was saved, ``left_alone`` with a sentence where it goes on by itself."""
+    the program has become the one that was saved, with the seconds that this has taken since its training began, and those that it had taken the first time;
+    ``left_alone`` with a sentence where it goes on by itself."""
 
     say: Callable[[str], None]
     refuse: Callable[[str], NoReturn]
     begins: Callable[[], None]
-    at_seam: Callable[[], None]
+    at_seam: Callable[[float, float], None]
     left_alone: Callable[[str], None]
 
 
@@ -90,6 +92,7 @@ class Again(Listener):
         self._draws: Draws | None = None
         self._call: Any = None
         self._numbers: dict[int, int] = {}
+        self._began_s = self._trained_s = 0.0  # when the training began, or went on; and how long it had lasted before
         self.pid = os.getpid()
         self._skipping = Ledger()  # what is only in place until the seam
         Hearing(self.tape, ledger).install()
@@ -152,7 +155,8 @@ class Again(Listener):
         if self.collectives is not None:
             unsound += self.collectives.unsound()
         return {**state, "start": self._start, "random": random_states(torch), "batches": self.batches.place(), "files": self.files.state(),
-                "journal": place.to_json(), "events": tape.events, "steps": tape.steps}, "; ".join(unsound)
+                "journal": place.to_json(), "trained_s": self._trained_s + monotonic() - self._began_s,
+                "events": tape.events, "steps": tape.steps}, "; ".join(unsound)
 
     def met(self) -> dict[str, Any]:
         """How often the ranks have met: the same in all saves of one moment."""
@@ -169,6 +173,7 @@ class Again(Listener):
     def _begins(self) -> None:
         """The first batch is taken, or the first module called: what was made before was made for real."""
         if self._origins is None:
+            self._began_s = monotonic()
             self.files.begins()
             if self.collectives is not None:
                 self.collectives.begins()
@@ -385,7 +390,8 @@ class Again(Listener):
         finally:
             tape.deaf -= 1
         self.saved = None
-        self.outside.at_seam()
+        through_s, self._trained_s, self._began_s = monotonic() - self._began_s, saved["trained_s"], monotonic()
+        self.outside.at_seam(through_s, self._trained_s)
 
     def _leave_mode(self) -> None:
         """It may lie below modes of the program's own."""

@@ -11,12 +11,15 @@ still without values after the seam refuses everything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
 
 Refuse = Callable[[str], NoReturn]
+Way = Callable[[tuple, dict[str, Any]], Any]
+autocasts = torch._C._is_any_autocast_enabled
 NOWHERE: frozenset[Any] = frozenset()
 
 COLLECTIVE = "a collective"
@@ -78,7 +81,7 @@ class Skeletons:
         self.refuse = refuse
         self.memory: set[int] = set()  # where real tensors lay that were written to: others may lie there, too
         self._known: dict[Any, Any] = {}
-        self._names: dict[Any, str] = {}
+        self._ways: dict[Any, Way] = {}
         self._fake: Any = None
         self._unions: dict[tuple[frozenset[Any], frozenset[Any]], frozenset[Any]] = {}
         self._special: dict[str, Callable[..., Any]] = {
@@ -89,60 +92,55 @@ class Skeletons:
 
     def mode(self) -> Any:
         """The mode that sees each function of torch that is called."""
-        handle = self.handle
+        ways, way_of = self._ways, self._way_of
 
         class Answering(torch.overrides.TorchFunctionMode):
             off = False
 
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                if self.off:
-                    return func(*args, **(kwargs or {}))
-                for arg in args:
-                    if _trains(arg):
-                        return handle(func, args, kwargs or {})
-                if kwargs and any(map(_trains, kwargs.values())):
-                    return handle(func, args, kwargs)
+                if not self.off:
+                    for arg in args:
+                        if type(arg) is Skeleton or _trains(arg):
+                            return (ways.get(func) or way_of(func))(args, kwargs or {})
+                    if kwargs and any(map(_trains, kwargs.values())):
+                        return (ways.get(func) or way_of(func))(args, kwargs)
                 return func(*args, **(kwargs or {}))
 
         return Answering()
 
     # -- one function -------------------------------------------------------------------------------------------------------
 
-    def handle(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        name = self._names.get(func)
-        if name is None:
-            name = self._names[func] = _name_of(func)
-        if name in NATIVE or name.endswith(("__set__", "__delete__")):
-            return func(*args, **kwargs)
-        if name.startswith("get "):
-            return self._property(name[4:], func, args[0])
-        special = self._special.get(name)
-        if special is not None:
-            return special(*args, **kwargs)
-        if name in READS_VALUES:
-            return self._values_read(name, func, args, kwargs)
-        if kwargs.get("out") is not None:
-            return self._written(name, func, [kwargs["out"]] if isinstance(kwargs["out"], torch.Tensor) else kwargs["out"], args, kwargs, kwargs["out"])
-        if name == "__setitem__":
-            return self._written(name, func, [args[0]], args, kwargs, None)
-        if name.startswith(("_foreach_", "_fused_", "_amp_")):
-            return self._many(name, func, args, kwargs)
-        if (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE:
-            target = args[0] if args else next(iter(_tensors([*kwargs.values()])))
-            return self._written(name, func, [target], args, kwargs, target)
-        return self._answered(name, func, args, kwargs)
+    def _way_of(self, func: Any) -> Way:
+        """How calls of a function are answered, from here on."""
+        way = self._ways[func] = self._found_way(func, _name_of(func))
+        return way
 
-    def _property(self, name: str, func: Any, tensor: Any) -> Any:
-        special = self._special.get(name)
+    def _found_way(self, func: Any, name: str) -> Way:
+        special = self._special.get(name.removeprefix("get "))
+        if name in NATIVE or name.endswith(("__set__", "__delete__")) or (name.startswith("get ") and name[4:] in GETTERS):
+            return lambda args, kwargs: func(*args, **kwargs)
         if special is not None:
-            return special(tensor)
-        if name in GETTERS:
-            return func(tensor)
-        if name == "data":
-            return Skeleton(meta_of(tensor))
-        if name in READS_VALUES:
-            return self._values_read(name, func, (tensor,), {})
-        return self._answered(name, func, (tensor,), {})
+            return lambda args, kwargs: special(*args, **kwargs) if not name.startswith("get ") else special(args[0])
+        if name == "get data":
+            return lambda args, kwargs: Skeleton(meta_of(args[0]))
+        if name.removeprefix("get ") in READS_VALUES:
+            return partial(self._values_read, name.removeprefix("get "), func)
+        if name == "__setitem__":
+            return lambda args, kwargs: self._written(name, func, [args[0]], args, kwargs, None)
+        if name.startswith("get "):  # it is called with the tensor, and with its class
+            return lambda args, kwargs: self._answered(name[4:] not in WITHOUT_GRADIENT, func, args[:1], {})
+        if name.startswith(("_foreach_", "_fused_", "_amp_")):
+            return partial(self._many, name, func)
+        if (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE:
+            return partial(self._in_place, name, func)
+        answered, has_gradient = self._answered, name not in WITHOUT_GRADIENT
+
+        def way(args: tuple, kwargs: dict[str, Any]) -> Any:
+            if kwargs and kwargs.get("out") is not None:
+                return self._in_place(name, func, args, kwargs)
+            return answered(has_gradient, func, args, kwargs)
+
+        return way
 
     def _values_read(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if any(_is_without(arg) for arg in args):
@@ -151,27 +149,30 @@ class Skeletons:
             self.refuse(f"the program uses {name} of a tensor that its training computed, which cannot be followed")
         return func(*args, **kwargs)
 
-    def _answered(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _answered(self, has_gradient: bool, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What a function gives for arguments like these, as skeletons that know where they come from."""
         try:
-            key: Any = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else (), self._casts())
+            key: Any = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else (), _casts() if autocasts() else None)
             known = self._known.get(key)
         except TypeError:  # an argument that is no key
             key = known = None
         if known is None:
-            known = self._asked(name, func, args, kwargs)
+            known = self._asked(func, args, kwargs)
             if key is not None:
                 self._known[key] = known
         leaves, spec, single = known
         sources = NOWHERE
-        if torch.is_grad_enabled() and name not in WITHOUT_GRADIENT:
-            for arg in (*args, *kwargs.values()):
-                sources = self._union(sources, self.sources_of(arg))
+        if has_gradient and torch.is_grad_enabled():
+            for arg in args if not kwargs else (*args, *kwargs.values()):
+                found = arg.sources if type(arg) is Skeleton else self.sources_of(arg)
+                if found is not sources:
+                    sources = self._union(sources, found)
         if single:
-            return Skeleton(leaves[0], sources if leaves[0][2].is_floating_point or leaves[0][2].is_complex else NOWHERE)
-        found = [Skeleton(leaf, sources if leaf[2].is_floating_point else NOWHERE) if type(leaf) is tuple and len(leaf) == 4 else leaf[0] for leaf in leaves]
-        return pytree.tree_unflatten(found, spec)
+            return Skeleton(leaves[0], sources if sources and _takes_gradient(leaves[0]) else NOWHERE)
+        return pytree.tree_unflatten([Skeleton(leaf, sources if _takes_gradient(leaf) else NOWHERE) if type(leaf) is tuple and len(leaf) == 4 else leaf[0]
+                                      for leaf in leaves], spec)
 
-    def _asked(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], Any, bool]:
+    def _asked(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], Any, bool]:
         """What torch says a function gives for arguments like these."""
         if self._fake is None:
             from torch._subclasses.fake_tensor import FakeTensorMode
@@ -194,17 +195,19 @@ class Skeletons:
             if isinstance(error, (TypeError, ValueError, IndexError)) and not type(error).__module__.startswith("torch"):
                 raise  # the program's own mistake, or its way of asking
             why = " ".join(str(error).split())[:160]
-            self.refuse(f"{name}() of tensors that the training computed cannot be followed ({type(error).__name__}: {why})")
+            self.refuse(f"{_name_of(func)}() of tensors that the training computed cannot be followed ({type(error).__name__}: {why})")
         finally:
             torch.default_generator.set_state(random)
         return metas, spec, isinstance(result, torch.Tensor)
 
-    def _casts(self) -> Any:
-        if not torch._C._is_any_autocast_enabled():
-            return None
-        return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
-
     # -- writing ------------------------------------------------------------------------------------------------------------
+
+    def _in_place(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What it writes to it gives back."""
+        found = kwargs.get("out")
+        if found is None:
+            found = args[0] if args else next(iter(_tensors([*kwargs.values()])))
+        return self._written(name, func, [found] if isinstance(found, torch.Tensor) else found, args, kwargs, found)
 
     def _written(self, name: str, func: Any, targets: Iterable[Any], args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
         targets = list(targets)
@@ -219,14 +222,16 @@ class Skeletons:
         for target in targets:
             self._becomes(target, sources)
         if name in SHAPING and isinstance(result, Skeleton):
-            metas, _, _ = self._asked(name, func, args, kwargs)
+            metas, _, _ = self._asked(func, args, kwargs)
             self._swap(result, Skeleton(metas[0], result.sources))
         return result
 
     def _many(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A function of lists of tensors; it writes to all lists that it may where its name ends so."""
+        if kwargs.get("out") is not None:
+            return self._in_place(name, func, args, kwargs)
         if not name.endswith("_"):
-            return self._answered(name, func, args, kwargs)
+            return self._answered(True, func, args, kwargs)
         if not any(_is_without(each) for each in (*args, *kwargs.values())):
             return func(*args, **kwargs)
         first = args[0] if name.startswith("_foreach_") else args
@@ -335,7 +340,7 @@ class Skeletons:
 
     def _to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         func = torch.Tensor.to if not (args and isinstance(args[0], str) and args[0].startswith("torch.")) else torch.Tensor.type
-        found = self._answered("to", func, (tensor, *args), kwargs)
+        found = self._answered(True, func, (tensor, *args), kwargs)
         if found.meta == (tensor.meta if type(tensor) is Skeleton else meta_of(tensor)) and not kwargs.get("copy"):
             return tensor
         return found
@@ -344,7 +349,7 @@ class Skeletons:
     def _from_values(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """`torch.tensor` looks into lists by itself."""
         if isinstance(data, torch.Tensor):
-            return self._answered("tensor", torch.as_tensor, (data, *args), kwargs)
+            return self._answered(True, torch.as_tensor, (data, *args), kwargs)
         zeros = pytree.tree_map(lambda each: torch.zeros(each.meta[0], dtype=each.meta[2]) if type(each) is Skeleton else each, data)
         return Skeleton(meta_of(torch.tensor(zeros, *args, **kwargs)))
 
@@ -383,6 +388,14 @@ class _Handle:
 IN_PLACE = frozenset(("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__",
                       "__ixor__", "__ilshift__", "__irshift__"))
 SHAPING = frozenset(("squeeze_", "unsqueeze_", "transpose_", "t_", "resize_", "resize_as_", "as_strided_", "swapaxes_", "swapdims_"))
+
+
+def _casts() -> Any:
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+
+def _takes_gradient(meta: Any) -> bool:
+    return bool(meta[2].is_floating_point or meta[2].is_complex)
 
 
 def _name_of(func: Any) -> str:
@@ -427,18 +440,26 @@ def _tensors(value: Any) -> Iterator[Any]:
             yield from _tensors(each)
 
 
-def _key(value: Any) -> Any:
-    """Of arguments: what a result's shape may depend on. Raises TypeError where something in it is no key."""
-    found = type(value)
-    if found is tuple or found is list:
-        return (found, *(_key(each) for each in value))
-    if isinstance(value, torch.Tensor):
-        return getattr(value, "meta", None) or meta_of(value)
-    if found is dict:
-        return tuple((name, _key(each)) for name, each in value.items())
-    if found is slice:
-        return slice, _key(value.start), _key(value.stop), _key(value.step)
-    if found in (bool, float):  # 1, 1.0 and True are one key
-        return found, value
-    hash(value)
-    return value
+def _key(values: tuple | list) -> Any:
+    """Of arguments: what a result's shape may depend on. Raises TypeError where something in them is no key."""
+    parts: list[Any] = []
+    for value in values:
+        found = type(value)
+        if found is Skeleton:
+            parts.append(value.meta)
+        elif found is int or found is str or value is None:
+            parts.append(value)
+        elif found is bool or found is float:  # 1, 1.0 and True are one key
+            parts.append((found, value))
+        elif isinstance(value, torch.Tensor):
+            parts.append(meta_of(value))
+        elif found is tuple or found is list:
+            parts.append((found, _key(value)))
+        elif found is dict:
+            parts.append((tuple(value), _key(tuple(value.values()))))
+        elif found is slice:
+            parts.append((slice, _key((value.start, value.stop, value.step))))
+        else:
+            hash(value)
+            parts.append(value)
+    return tuple(parts)
