@@ -177,11 +177,8 @@ class Again(Listener):
             self.files.begins()
             if self.collectives is not None:
                 self.collectives.begins()
-            self.tape.deaf += 1
-            try:
+            with self.tape.unheard:
                 self._origins = Origins(World().look(sys._getframe(1), {}), everything=self.tape.going)
-            finally:
-                self.tape.deaf -= 1
             if self.tape.going:
                 self._draws = Draws()
                 self._mode.off = False
@@ -202,13 +199,12 @@ class Again(Listener):
     def for_real(self) -> Iterator[None]:
         """What is done inside is ours: it acts on the tensors that are there, and is nobody's business."""
         before = self._mode.off if self._mode is not None else True
-        self.tape.deaf += 1
         if self._mode is not None:
             self._mode.off = True
         try:
-            yield
+            with self.tape.unheard:
+                yield
         finally:
-            self.tape.deaf -= 1
             if self._mode is not None:
                 self._mode.off = before
             if self.tape.going:
@@ -262,11 +258,8 @@ class Again(Listener):
 
     def _passes_on(self, event: Callable[..., None], *about: Any) -> None:
         """What is read for a save is nobody's business."""
-        self.tape.deaf += 1
-        try:
+        with self.tape.unheard:
             event(*about)
-        finally:
-            self.tape.deaf -= 1
 
     # -- playing back -------------------------------------------------------------------------------------------------------
 
@@ -311,11 +304,8 @@ class Again(Listener):
         def backward(tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, grad_variables: Any = None,
                      inputs: Any = None) -> None:
             if not self.tape.going:
-                self.tape.deaf += 1
-                try:
+                with self.tape.unheard:
                     return really(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-                finally:
-                    self.tape.deaf -= 1
             wanted = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
             return self.skeletons.went_backward((tensors,) if isinstance(tensors, torch.Tensor) else tensors, wanted)
 
@@ -325,11 +315,8 @@ class Again(Listener):
         @wraps(really)
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.tape.going:
-                self.tape.deaf += 1
-                try:
+                with self.tape.unheard:
                     return really(outputs, inputs, *args, **kwargs)
-                finally:
-                    self.tape.deaf -= 1
             return self.skeletons.grads(outputs, inputs)
 
         return grad
@@ -356,42 +343,41 @@ class Again(Listener):
 
     def _seam(self, frame: FrameType) -> None:
         """The program stands where it was saved, with skeletons for tensors: it becomes the one that was saved."""
-        saved = self.saved
-        assert saved is not None
-        assert self._origins is not None
-        tape = self.tape
-        tape.deaf += 1
         self._mode.off = True
         try:
-            tape.end()
-            if "torch._dynamo" in sys.modules:
-                torch.compiler.set_stance("default")
-            drawn = self._draws.compare(saved["random"]) if self._draws is not None else []
-            if drawn:
-                self.refuse(f"the program draws random numbers itself ({' and '.join(drawn)}), in turns with what is skipped. Give its data set a "
-                             f"generator of its own, or workers")
-            seam, world = Seam(saved, self.skeletons, self._origins, self.refuse), World().look(frame, self._also())
-            seam.compare(world)
-            self._leave_mode()
-            self._skipping.restore()
-            said = self.batches.go_on(saved["batches"])
-            if said:
-                self.refuse("; ".join(said))
-            seam.put_back(world)
-            set_random_states(torch, saved["random"])
-            self.files.go_on(saved["files"])
-            assert self._quiet is not None
-            self._quiet.ends()
-            tape.record(Journal(self.journal, Place.from_json(saved["journal"])))
+            with self.tape.unheard:
+                self._becomes(self.saved or {}, frame)
         except FlatoutError as error:
             self.refuse(str(error))
         except Exception as error:
             self.refuse(f"flatout made a mistake ({type(error).__name__}: {error})")
-        finally:
-            tape.deaf -= 1
+        through_s, self._began_s = monotonic() - self._began_s, monotonic()
         self.saved = None
-        through_s, self._trained_s, self._began_s = monotonic() - self._began_s, saved["trained_s"], monotonic()
         self.outside.at_seam(through_s, self._trained_s)
+
+    def _becomes(self, saved: dict[str, Any], frame: FrameType) -> None:
+        assert self._origins is not None
+        self.tape.end()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.set_stance("default")
+        drawn = self._draws.compare(saved["random"]) if self._draws is not None else []
+        if drawn:
+            self.refuse(f"the program draws random numbers itself ({' and '.join(drawn)}), in turns with what is skipped. Give its data set a "
+                         f"generator of its own, or workers")
+        seam, world = Seam(saved, self.skeletons, self._origins, self.refuse), World().look(frame, self._also())
+        seam.compare(world)
+        self._leave_mode()
+        self._skipping.restore()
+        said = self.batches.go_on(saved["batches"])
+        if said:
+            self.refuse("; ".join(said))
+        seam.put_back(world)
+        set_random_states(torch, saved["random"])
+        self.files.go_on(saved["files"])
+        assert self._quiet is not None
+        self._quiet.ends()
+        self.tape.record(Journal(self.journal, Place.from_json(saved["journal"])))
+        self._trained_s = saved["trained_s"]
 
     def _leave_mode(self) -> None:
         """It may lie below modes of the program's own."""
@@ -408,21 +394,15 @@ def _without_step(really: Callable, tape: Tape) -> Callable:
     @wraps(really)
     def step(optimizer: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not tape.going:
-            tape.deaf += 1
-            try:
+            with tape.unheard:
                 return really(optimizer, *(() if closure is None else (_heard(closure, tape),)), *args, **kwargs)
-            finally:
-                tape.deaf -= 1
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         moved = sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         if moved > made.get(optimizer, 0):  # what it remembers has to be there, if without values
             made[optimizer] = moved
-            tape.deaf += 1
-            try:
+            with tape.unheard:
                 really(optimizer)
-            finally:
-                tape.deaf -= 1
         return loss
 
     return step

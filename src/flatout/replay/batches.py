@@ -112,11 +112,8 @@ class Batches:
                 if batch is not None and not self.fetches:
                     self.skipped += 1
                     return batch
-            tape.deaf += 1
-            try:
+            with tape.unheard:
                 batch = really(fetcher, index)
-            finally:
-                tape.deaf -= 1
             if by_index and not tape.going:
                 self._note(batch)
             return batch

@@ -200,14 +200,11 @@ class Files:
                 self._read(key)
                 if not self.tape.steps and key not in self.written:
                     self.looked.add(key)
-            self.tape.deaf += 1
-            try:
+            with self.tape.unheard:
                 if key in self.hollow:
                     with self.overlay.looking():
                         return really(key, *args, **kwargs)
                 return really(f, *args, **kwargs)
-            finally:
-                self.tape.deaf -= 1
 
         return load
 

@@ -32,6 +32,19 @@ class Large:
         self.digest = digest
 
 
+class _Unheard:
+    """A context, any number of times: what happens inside is nobody's business."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+
+    def __enter__(self) -> None:
+        self._tape.deaf += 1
+
+    def __exit__(self, *about: object) -> None:
+        self._tape.deaf -= 1
+
+
 class Tape:
     """``going``: played back, until `end`. ``deaf``: above 0, what happens is nobody's business: inside of a data set, of ourselves.
 
@@ -43,6 +56,7 @@ class Tape:
         self.main = threading.get_ident()
         self.going = False
         self.deaf = 0
+        self.unheard = _Unheard(self)
         self.flow = self.events = 0
         self.steps = 0
         self.entries = Entries()
