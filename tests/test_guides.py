@@ -30,7 +30,7 @@ def test_a_command_of_a_guide_exists(line):
     known = {option: each for each in importlib.import_module(f"flatout.cli.{name}").command.params for option in each.opts}
     given = False  # the word before was an option that takes this one
     for word, value in zip(words, [*words[1:], ""], strict=False):
-        if word == "python":
+        if word in ("python", "torchrun"):
             break
         if given:
             given = False

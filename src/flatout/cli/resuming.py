@@ -18,6 +18,7 @@ from flatout.capture.frames import is_users
 from flatout.capture.ledger import Ledger
 from flatout.engine.rescue import Rescue
 from flatout.launch.anew import become_again
+from flatout.measure.clock import seconds
 from flatout.pipeline.streams import own_generators
 from flatout.plan import pulse
 from flatout.plan.errors import CannotResume, FlatoutError, SaveError
@@ -102,7 +103,7 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
         except FlatoutError as error:
             refuse(str(error).rstrip("."))
     way = Way(journal, state, several=ranks.size > 1, shows=asked["shows"], fetches=FETCHES in os.environ)
-    again = Again(way, Outside(ranks.say, refuse, lambda: _tidy(folder), seam, left_alone), rescue, ledger, own_generators)
+    again = Again(way, Outside(ranks.say, refuse, lambda: _tidy(folder), seam, left_alone, seconds), rescue, ledger, own_generators)
     atexit.register(_ended, again, rescue)
     rescue.beside = Told(again, journal.name, ranks, appointment.launch if appointment is not None else 0)
     if appointment is not None:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -59,13 +58,14 @@ class Way:
 class Outside:
     """Who is told. ``say`` is for the person; ``refuse`` ends the process with a sentence. ``begins`` is called before anything is written, ``at_seam`` when
     the program has become the one that was saved, with the seconds that this has taken since its training began, and those that it had taken the first time;
-    ``left_alone`` with a sentence where it goes on by itself."""
+    ``left_alone`` with a sentence where it goes on by itself. ``seconds``: a clock."""
 
     say: Callable[[str], None]
     refuse: Callable[[str], NoReturn]
     begins: Callable[[], None]
     at_seam: Callable[[float, float], None]
     left_alone: Callable[[str], None]
+    seconds: Callable[[], float]
 
 
 class Again(Listener):
@@ -155,7 +155,7 @@ class Again(Listener):
         if self.collectives is not None:
             unsound += self.collectives.unsound()
         return {**state, "start": self._start, "random": random_states(torch), "batches": self.batches.place(), "files": self.files.state(),
-                "journal": place.to_json(), "trained_s": self._trained_s + monotonic() - self._began_s,
+                "journal": place.to_json(), "trained_s": self._trained_s + self.outside.seconds() - self._began_s,
                 "events": tape.events, "steps": tape.steps}, "; ".join(unsound)
 
     def met(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class Again(Listener):
     def _begins(self) -> None:
         """The first batch is taken, or the first module called: what was made before was made for real."""
         if self._origins is None:
-            self._began_s = monotonic()
+            self._began_s = self.outside.seconds()
             self.files.begins()
             if self.collectives is not None:
                 self.collectives.begins()
@@ -351,7 +351,8 @@ class Again(Listener):
             self.refuse(str(error))
         except Exception as error:
             self.refuse(f"flatout made a mistake ({type(error).__name__}: {error})")
-        through_s, self._began_s = monotonic() - self._began_s, monotonic()
+        now_s = self.outside.seconds()
+        through_s, self._began_s = now_s - self._began_s, now_s
         self.saved = None
         self.outside.at_seam(through_s, self._trained_s)
 
