@@ -44,8 +44,7 @@ from flatout.state.journal import BLOCK, HEADER, Entries
 FIRST_SAVE_S, SEAM_S = 240.0, 420.0
 REFUSED = 10  # exit code
 ANEW = "flatout: rescue keeps "  # said after a first step
-GOES_THROUGH = "flatout: going through the program again"
-GOES_ON = re.compile(r"flatout: going on exactly after step (\d+)")
+GOES_ON = re.compile(r"flatout: going on exactly after step (\d+)(?:, come to in ([\d.]+) s; training had taken ([\d.]+) s)?")
 TIMES = re.compile(r"""
     (?: time | data ) \s+ [\d.]+ \s* \( \s* [\d.]+ \s* \)
   | \b (?: time | elapsed ) [:=\s]* [\d.]+ \s* (?: ms | s )?
@@ -90,16 +89,11 @@ class Training:
             try:
                 ready = (lambda: bool(self.exact())) if number == 0 else lambda: GOES_ON.search(err.read_text(errors="replace")) is not None
                 anew = lambda: bool(number) and ANEW in err.read_text(errors="replace")  # noqa: E731
-                if number:
-                    wait_for(lambda: process.poll() is not None or GOES_THROUGH in err.read_text(errors="replace"), FIRST_SAVE_S)
-                    through_s = time.monotonic()
                 wait_for(lambda: ready() or process.poll() is not None or anew(), FIRST_SAVE_S if number == 0 else SEAM_S)
                 ready_s = time.monotonic()
                 life["ready_s"] = round(ready_s - began_s, 2)
                 if number == 0:
                     self.first_save_s = ready_s - began_s
-                else:
-                    life["through_s"] = round(ready_s - through_s, 2)
                 if not ready():
                     silent = {"verdict": "WRONG", "why": "it began anew without a word"}
                     return {**life, **(silent if anew() else self._why_not(number, process.poll(), err))}
@@ -291,7 +285,7 @@ def rows_of(lives: list[dict[str, Any]], alone: Alone | None, place: Path) -> It
         err = (place / f"{life['number']}.err").read_text(errors="replace")
         row: dict[str, Any] = {"after": before["how"], "first_save_s": first["ready_s"], "seam_s": life["ready_s"],
                                **{name: before[name] for name in ("journal_bytes", "crossings", "journal_steps", "save_bytes") if name in before},
-                               **{name: life[name] for name in ("seam", "kept", "inside", "exit_code", "lived_s", "by_itself", "through_s")
+                               **{name: life[name] for name in ("seam", "kept", "inside", "exit_code", "lived_s", "by_itself")
                                   if name in life},
                                "said": [line for line in err.splitlines() if line.startswith("flatout: ")]}
         if "verdict" in life:
@@ -305,8 +299,6 @@ def rows_of(lives: list[dict[str, Any]], alone: Alone | None, place: Path) -> It
         text = (place / f"{life['number']}.out").read_bytes()[:life["said_bytes"]].decode(errors="replace")
         lines = lines_differ(text, alone.text, alone.between(life["seam"]))
         verdict = "WRONG" if about["verdict"] == "differs" or lines else about["verdict"]
-        if life["how"] == "SIGTERM" and not life["by_itself"] and life["kept"] > life["seam"] and life["going_s"] > 1.0:  # the save is of its last step
-            row["steps_per_s"] = round((life["kept"] - life["seam"]) / life["going_s"], 3)
         yield {**row, "verdict": verdict, "why": lines or about["why"], "lines": len(whole_lines(text)), "first_line": (whole_lines(text) or [""])[0][:120]}
 
 
@@ -327,12 +319,12 @@ def page(scripts: dict[str, Any]) -> str:
         summary.append((name, len(rows), *(sum(row["verdict"] == verdict for row in rows) for verdict in counts),
                         f"{min(row['seam'] for row in went)}-{max(row['seam'] for row in went)}" if went else "-",
                         f"{median(row['seam_s'] for row in went):.1f}" if went else "-", f"{median(row['first_save_s'] for row in went):.1f}" if went else "-",
-                        *rates(went), crossing(rows), versions_of(script), "; ".join(whys)))
+                        *pace(went), crossing(rows), versions_of(script), "; ".join(whys)))
     kills = sum(row.get("after") == "SIGKILL" for row in every)
     parts = ["# Public scripts, killed at random and gone on with\n",
              f"{kills} times killed and {len(every) - kills} times told to end, typed again: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}.\n",
              markdown_table(("script", "ends", *counts, "gone on after step", "s to the seam", "s to the first save of a fresh start",
-                             "steps a second", "gone through again", "times as fast", "journal, bytes an entry", "flatout", "why"), summary),
+                             "training had taken, s", "come to again in, s", "times as fast", "journal, bytes an entry", "flatout", "why"), summary),
              "\n## Each\n", markdown_table(("script", "ended by", "verdict", "went on after step", "s to the seam", "next save", "lines compared", "why"), [
                  (name, row.get("after", "-"), row["verdict"], row.get("seam", "-"), row.get("seam_s", "-"),
                   f"{row.get('kept', '-')}{', inside' if row.get('inside') else ''}", row.get("lines", "-"), row["why"])
@@ -340,12 +332,12 @@ def page(scripts: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def rates(rows: list[dict[str, Any]]) -> tuple[str, str, str]:
-    """Steps a second while it trains and while it goes through them again, what comes before the first step included; and how many times as fast that is."""
-    training = [row["steps_per_s"] for row in rows if row.get("steps_per_s")]
-    again = [row["seam"] / row["through_s"] for row in rows if row.get("through_s") and row["seam"] > 1]
-    times = f"{median(again) / median(training):.1f}" if training and again else "-"
-    return f"{median(training):.3g}" if training else "-", f"{median(again):.3g}" if again else "-", times
+def pace(rows: list[dict[str, Any]]) -> tuple[str, str, str]:
+    """Of the way that began latest in the training: how long the training had taken up to there, how long it took to come there again (from the first batch on, as
+    flatout says), and how many times as fast that was."""
+    said = [(float(found[3]), float(found[2])) for row in rows for line in row.get("said", ()) if (found := GOES_ON.match(line)) and found[2]]
+    trained_s, through_s = max(said, default=(0.0, 0.0))
+    return (f"{trained_s:.1f}", f"{through_s:.1f}", f"{trained_s / max(through_s, 0.05):.1f}") if said else ("-", "-", "-")
 
 
 def versions_of(script: dict[str, Any]) -> str:
