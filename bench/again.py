@@ -333,8 +333,8 @@ def page(scripts: dict[str, Any]) -> str:
 
 
 def pace(rows: list[dict[str, Any]]) -> tuple[str, str, str]:
-    """Of the way that began latest in the training: how long the training had taken up to there, how long it took to come there again (from the first batch on, as
-    flatout says), and how many times as fast that was."""
+    """Of the way to the latest seam: how long training had taken up to there, how long it took to come there again (from the first batch on, as flatout says),
+    and how many times as fast that was."""
     said = [(float(found[3]), float(found[2])) for row in rows for line in row.get("said", ()) if (found := GOES_ON.match(line)) and found[2]]
     trained_s, through_s = max(said, default=(0.0, 0.0))
     return (f"{trained_s:.1f}", f"{through_s:.1f}", f"{trained_s / max(through_s, 0.05):.1f}") if said else ("-", "-", "-")

@@ -33,7 +33,7 @@ class Recording(Switch):
             self.again.install()
 
 
-def steps(model, optimizer, loader, fewest):
+def steps(model, optimizer, loader, fewest, reads):
     lengths, before = [], time.thread_time()
     while len(lengths) < fewest:
         for (data,) in loader:
@@ -41,7 +41,8 @@ def steps(model, optimizer, loader, fewest):
             loss = model(data).square().mean()
             loss.backward()
             optimizer.step()
-            loss.item()
+            for _ in range(reads):
+                loss.item()
             now = time.thread_time()
             lengths.append(now - before)
             before = now
@@ -54,13 +55,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--reads", type=int, default=1, help="values that are read in each step (default 1)")
     parser.add_argument("--seconds", type=float, default=20.0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     loader = DataLoader(TensorDataset(torch.randn(32 * 64, args.width)), batch_size=32, shuffle=True)
     model = make(args.layers, args.width)[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    length = statistics.median(steps(model, optimizer, loader, 30))
+    length = statistics.median(steps(model, optimizer, loader, 30, args.reads))
     rescue, again = (next(thing for thing in gc.get_objects() if isinstance(thing, kind)) for kind in (Rescue, Again))
     if not rescue.active or rescue.saver is None or again.tape.journal is None:
         raise SystemExit("nothing is recorded of this program")
@@ -75,13 +77,13 @@ def main():
         for on in (False, True, True, False):
             switch(on)
             first = len(tape.entries.codes), tape.steps
-            steps(model, optimizer, loader, 3)
-            times.append(round(1e6 * statistics.median(steps(model, optimizer, loader, count)), 2))
+            steps(model, optimizer, loader, 3, args.reads)
+            times.append(round(1e6 * statistics.median(steps(model, optimizer, loader, count, args.reads)), 2))
             heard += tape.steps - first[1]
             entries += max(0, len(tape.entries.codes) - first[0])
         found.append(times)
     switch(True)
-    steps(model, optimizer, loader, 3)
+    steps(model, optimizer, loader, 3, args.reads)
     place = tape.write()
     print(json.dumps({"rounds": found, "entries_a_step": entries / max(heard, 1), "journal_bytes": place.bytes - before, "steps": heard}))
 

@@ -37,13 +37,15 @@ class Collectives:
         self.counts: dict[str, int] = {}
         self.begun: dict[str, int] | None = None  # as the training began
         self._under_way: list[Any] = []
-        self._to_one = False
+        self._why_not: dict[str, None] = {}
         group = torch.distributed.ProcessGroup
-        for names, wrapper in ((MEETINGS, self._met), (FROM_ONE_TO_ONE, self._told_one)):
+        for names, heard in ((MEETINGS, self._met), (FROM_ONE_TO_ONE, self._told_one)):
             for name in names:
                 if hasattr(group, name):
-                    ledger.set(group, name, wrapper(getattr(group, name)))
-        ledger.set(DistributedDataParallel, "forward", self._by_itself(DistributedDataParallel.forward))
+                    ledger.set(group, name, heard(getattr(group, name)))
+        wrapper = DistributedDataParallel
+        ledger.set(wrapper, "forward", self._by_itself(wrapper.forward))
+        ledger.set(wrapper, "register_comm_hook", self._through_a_hook(wrapper.register_comm_hook))
 
     def begins(self) -> None:
         self.begun = dict(self.counts)
@@ -54,7 +56,7 @@ class Collectives:
 
     def unsound(self) -> list[str]:
         self._prune()
-        return (["its ranks send to single others"] if self._to_one else []) + (["its ranks are in the middle of a collective"] if self._under_way else [])
+        return [*self._why_not, *(["its ranks are in the middle of a collective"] if self._under_way else [])]
 
     def _prune(self) -> None:
         self._under_way = [work for work in self._under_way if not work.is_completed()]
@@ -84,10 +86,21 @@ class Collectives:
     def _told_one(self, really: Callable) -> Callable:
         @wraps(really)
         def tell(group: Any, *args: Any, **kwargs: Any) -> Any:
-            self._to_one |= self.tape.hears
+            if self.tape.hears:
+                self._why_not["its ranks send to single others"] = None
             return really(group, *args, **kwargs)
 
         return tell
+
+    def _through_a_hook(self, really: Callable) -> Callable:
+        """What it remembers from one backward pass to the next (PowerSGD: what it has not sent yet) nobody could put back."""
+        @wraps(really)
+        def register(module: Any, state: object, hook: Callable) -> None:
+            if state is not None and not isinstance(state, torch.distributed.ProcessGroup):
+                self._why_not["its ranks exchange gradients through a hook that has a state of its own"] = None
+            really(module, state, hook)
+
+        return register
 
     def _by_itself(self, really: Callable) -> Callable:
         @wraps(really)
