@@ -73,7 +73,7 @@ def page(sizes: list[dict[str, Any]], scripts: dict[str, Any]) -> str:
              f"\nOne more value costs {value_us:.2f} us.\n"]
     rows = of_scripts(scripts, one["cost_us"], value_us)
     if rows:
-        parts += ["\n## Public scripts\n\nComputed from the table above and from what their journals hold; what no value causes is that of the smallest step.\n",
+        parts += ["\n## Public scripts\n\nComputed from the table above and from what their journals hold; the rest is that of the smallest step.\n",
                   markdown_table(("script", "a step, ms", "entries a step", "bytes an entry", "costs, us", "of a step"), rows)]
     return "\n".join(parts)
 
