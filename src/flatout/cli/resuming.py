@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from flatout.replay.again import Again
 
 JOURNAL, FETCHES = "journal-", "FLATOUT_FETCHES"
-MOST_RANKS = 2
 
 
 def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: Mapping[str, Any], ranks: Ranks) -> Again | None:
@@ -161,8 +160,6 @@ class Ranks:
             return "flatout divides it between ranks (--procs)"
         if self.size != self.here:
             return "its ranks are on several machines"
-        if self.size > MOST_RANKS:
-            return f"how the gradients of more than {MOST_RANKS} ranks are summed depends on what they have computed before"
         return "" if self.torch.distributed.is_available() else "this torch has no torch.distributed"
 
     def appointment(self) -> Appointment | None:

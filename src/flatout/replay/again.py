@@ -154,13 +154,14 @@ class Again(Listener):
         unsound += self.files.unsound()
         if self.collectives is not None:
             unsound += self.collectives.unsound()
+            state["ranks"] = self.collectives.place()
         return {**state, "start": self._start, "random": random_states(torch), "batches": self.batches.place(), "files": self.files.state(),
                 "journal": place.to_json(), "trained_s": self._trained_s + self.outside.seconds() - self._began_s,
                 "events": tape.events, "steps": tape.steps}, "; ".join(unsound)
 
     def met(self) -> dict[str, Any]:
         """How often the ranks have met: the same in all saves of one moment."""
-        return self.collectives.state() if self.collectives is not None else {}
+        return self.collectives.met() if self.collectives is not None else {}
 
     def flush(self) -> None:
         """Until the journal is on the disk."""
@@ -373,6 +374,8 @@ class Again(Listener):
         if said:
             self.refuse("; ".join(said))
         seam.put_back(world)
+        if self.collectives is not None:
+            self.collectives.go_on(saved["ranks"])
         set_random_states(torch, saved["random"])
         self.files.go_on(saved["files"])
         assert self._quiet is not None

@@ -2,10 +2,14 @@
 
 Recorded, collectives are counted: the saves of all ranks are of one moment where each group has met equally often. Played back, no rank waits for another: what
 a collective would have written has no values, and `DistributedDataParallel` is the module that it wraps. What was said before the training began is said again.
+
+`DistributedDataParallel` puts gradients into buckets in the order in which its first backward pass has brought them. In which order ranks are summed depends on
+where in its bucket a gradient lies, so at the seam the buckets are made as they were.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -38,6 +42,8 @@ class Collectives:
         self.begun: dict[str, int] | None = None  # as the training began
         self._under_way: list[Any] = []
         self._why_not: dict[str, None] = {}
+        self._wrappers: list[weakref.ref[Any]] = []  # in the order of their first forward passes
+        self._hooks: weakref.WeakKeyDictionary[Any, tuple[Any, Callable]] = weakref.WeakKeyDictionary()
         group = torch.distributed.ProcessGroup
         for names, heard in ((MEETINGS, self._met), (FROM_ONE_TO_ONE, self._told_one)):
             for name in names:
@@ -50,13 +56,27 @@ class Collectives:
     def begins(self) -> None:
         self.begun = dict(self.counts)
 
-    def state(self) -> dict[str, Any]:
+    def met(self) -> dict[str, Any]:
         """As JSON; equal on all ranks of a group where their saves are of one moment."""
         return {"met": dict(self.counts), "begun": dict(self.begun or {})}
 
     def unsound(self) -> list[str]:
         self._prune()
-        return [*self._why_not, *(["its ranks are in the middle of a collective"] if self._under_way else [])]
+        unsettled = any((wrapper := ref()) is not None and _may_change(wrapper) for ref in self._wrappers)
+        return [*self._why_not, *(["its ranks are in the middle of a collective"] if self._under_way else []),
+                *(["its ranks have not settled yet in which order they exchange gradients"] if unsettled else [])]
+
+    def place(self) -> list[list[list[int]] | None]:
+        """Of each wrapper the numbers of the parameters in each bucket; None where it is gone, or has those that it began with."""
+        return [_buckets_of(wrapper) if (wrapper := ref()) is not None else None for ref in self._wrappers]
+
+    def go_on(self, place: list[list[list[int]] | None]) -> None:
+        for ref, buckets in zip(self._wrappers, place, strict=True):
+            wrapper = ref()
+            if wrapper is not None and buckets is not None:
+                _rebuild(wrapper, buckets)
+                if wrapper in self._hooks:
+                    torch.distributed._register_comm_hook(wrapper.reducer, *self._hooks[wrapper])
 
     def _prune(self) -> None:
         self._under_way = [work for work in self._under_way if not work.is_completed()]
@@ -98,6 +118,7 @@ class Collectives:
         def register(module: Any, state: object, hook: Callable) -> None:
             if state is not None and not isinstance(state, torch.distributed.ProcessGroup):
                 self._why_not["its ranks exchange gradients through a hook that has a state of its own"] = None
+            self._hooks[module] = state, hook
             really(module, state, hook)
 
         return register
@@ -105,6 +126,8 @@ class Collectives:
     def _by_itself(self, really: Callable) -> Callable:
         @wraps(really)
         def forward(module: Any, *inputs: Any, **kwargs: Any) -> Any:
+            if not any(ref() is module for ref in self._wrappers):
+                self._wrappers.append(weakref.ref(module))
             if not self.tape.going:
                 return really(module, *inputs, **kwargs)
             if module.device_ids:  # it brings its inputs there
@@ -113,6 +136,32 @@ class Collectives:
             return module.module(*inputs, **kwargs)
 
         return forward
+
+
+def _buckets_of(wrapper: Any) -> list[list[int]] | None:
+    told = wrapper._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
+    return [[int(number) for number in bucket.split()] for bucket in told.split(",")] if told else None
+
+
+def _may_change(wrapper: Any) -> bool:
+    """Whether buckets will be made anew after the next backward pass; between two ranks it makes no difference where in a bucket a gradient lies."""
+    if torch.distributed.get_world_size(wrapper.process_group) <= 2 or (wrapper.find_unused_parameters and not wrapper.static_graph):
+        return False
+    return _buckets_of(wrapper) is None
+
+
+def _rebuild(wrapper: Any, buckets: list[list[int]]) -> None:
+    """As `DistributedDataParallel.__setstate__` does it, with buckets that are known."""
+    parameters, sparse = wrapper._build_params_for_reducer()
+    ledger = Ledger()
+    ledger.set(torch.distributed, "_compute_bucket_assignment_by_size", lambda *about: (buckets[::-1], [wrapper.bucket_bytes_cap] * len(buckets)))
+    try:
+        wrapper._ddp_init_helper(parameters, sparse, wrapper._build_debug_param_to_name_mapping(parameters), wrapper.static_graph)
+    finally:
+        ledger.restore()
+    if wrapper.static_graph:
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()
 
 
 class Done:
