@@ -54,6 +54,7 @@ TIMES = re.compile(r"""
   | \d+:\d\d (?: :\d\d )? (?: < (?: [\d:]+ | \? ) )?
   | \b (?: \d+ (?: ms | s | m | h | D ) )+ \b
   | \b [\d.]+ \s? (?: seconds | secs? | ms | s ) \b
+  | [━╸╺]{2,}  # a bar as long as the times beside it leave room
 """, re.VERBOSE | re.IGNORECASE)
 
 

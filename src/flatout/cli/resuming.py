@@ -60,17 +60,21 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
     journal = folder / (save.manifest.told["journal"] if save is not None else f"{JOURNAL}{uuid.uuid4().hex[:8]}")
 
     def refuse(why: str) -> NoReturn:
-        """Ends the process: nothing of the program may run with tensors that have no values. Once it becomes itself again, and reads its data on the way."""
-        if again is not None and again.skips and FETCHES not in os.environ and ranks.size == 1:
-            say_at_once(f"{why}; once more, with its data read on the way")
-            unlink(f"{os.environ['FLATOUT_JOB']}.exactly")
-            become_again({FETCHES: "1"})
+        """Ends the process: nothing of the program may run with tensors that have no values."""
         then = "`flatout rescue` lists what is kept; `flatout run --resume --anew` begins anew"
         if not asked["insists"]:
             unlink(journal)
             then = "It begins anew when it is started again; `flatout rescue` lists what is kept"
         say_at_once(f"{ranks.prefix}cannot go on exactly: {why}. {then}.")
         os._exit(CannotResume.exit_code)
+
+    def astray(why: str) -> NoReturn:
+        """Once a program becomes itself again, and reads its data on the way."""
+        if again is not None and again.skips and FETCHES not in os.environ and ranks.size == 1:
+            say_at_once(f"{why}; once more, with its data read on the way")
+            unlink(f"{os.environ['FLATOUT_JOB']}.exactly")
+            become_again({FETCHES: "1"})
+        refuse(why)
 
     def seam(through_s: float, trained_s: float) -> None:
         os.environ.pop(FETCHES, None)
@@ -102,7 +106,7 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
         except FlatoutError as error:
             refuse(str(error).rstrip("."))
     way = Way(journal, state, several=ranks.size > 1, shows=asked["shows"], fetches=FETCHES in os.environ)
-    again = Again(way, Outside(ranks.say, refuse, lambda: _tidy(folder), seam, left_alone, seconds), rescue, ledger, own_generators)
+    again = Again(way, Outside(ranks.say, refuse, astray, lambda: _tidy(folder), seam, left_alone, seconds), rescue, ledger, own_generators)
     atexit.register(_ended, again, rescue)
     rescue.beside = Told(again, journal.name, ranks, appointment.launch if appointment is not None else 0)
     if appointment is not None:

@@ -56,12 +56,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Outside:
-    """Who is told. ``say`` is for the person; ``refuse`` ends the process with a sentence. ``begins`` is called before anything is written, ``at_seam`` when
+    """Who is told. ``say`` is for the person; ``refuse`` ends the process with a sentence, and so does ``astray`` where the way is another one than the first
+    time, which may be because data was passed over. ``begins`` is called before anything is written, ``at_seam`` when
     the program has become the one that was saved, with the seconds that this has taken since its training began, and those that it had taken the first time;
     ``left_alone`` with a sentence where it goes on by itself. ``seconds``: a clock."""
 
     say: Callable[[str], None]
     refuse: Callable[[str], NoReturn]
+    astray: Callable[[str], NoReturn]
     begins: Callable[[], None]
     at_seam: Callable[[float, float], None]
     left_alone: Callable[[str], None]
@@ -73,13 +75,13 @@ class Again(Listener):
 
     def __init__(self, way: Way, outside: Outside, saving: Listener, ledger: Ledger, find: Find) -> None:
         state = way.state
-        self.refuse, self.outside = outside.refuse, outside
+        self.refuse, self.outside = outside.astray, outside
         self.journal, self.saved, self.saving, self.ledger = way.journal, state, saving, ledger
-        self.tape = Tape(outside.refuse, outside.say)
+        self.tape = Tape(self.refuse, outside.say)
         self.skeletons = Skeletons(self.refuse)
         self.batches = Batches(self.tape, ledger, self._begins, find)
         self.batches.fetches = way.fetches
-        self.files = Files(way.journal.with_name(f"{way.journal.name}.files"), self.tape, self.refuse, self._resumes_by_itself)
+        self.files = Files(way.journal.with_name(f"{way.journal.name}.files"), self.tape, outside.refuse, self._resumes_by_itself)
         pulse.when_it_resumes_by_itself(self._resumes_by_itself)
         self.collectives: Collectives | None = None
         if way.several:
@@ -269,7 +271,7 @@ class Again(Listener):
         self.batches.fetched = set(state["batches"]["fetched"])
         set_random_states(torch, state["start"])
         Skeleton.tripped = staticmethod(lambda what: self.refuse(f"{what} of a tensor that was not kept"))  # type: ignore[method-assign]
-        self._quiet = Quiet(self.refuse, shows)
+        self._quiet = Quiet(self.outside.refuse, shows)
         self.files.play(state["files"])
         self._skipping.set(torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__))
         self._skipping.set(torch.nn.Parameter, "__deepcopy__", self._for_real(torch.nn.Parameter.__deepcopy__))
