@@ -176,7 +176,7 @@ class Again(Listener):
     def _begins(self) -> None:
         """The first batch is taken, or the first module called: what was made before was made for real."""
         if self._origins is None:
-            self._began_s = self.outside.seconds()
+            self.tape.began, self._began_s = True, self.outside.seconds()
             self.files.begins()
             if self.collectives is not None:
                 self.collectives.begins()

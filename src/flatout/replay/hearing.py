@@ -139,7 +139,7 @@ class Hearing:
                 raise
             finally:
                 tape.deaf = 0
-            tape.put(value, at)
+            tape.put(value, at, not tape.began)
             return value
 
         return heard

@@ -19,7 +19,7 @@ from flatout.state.journal import Entries, Journal, Place
 FLOAT, INTEGER, TRUE, FALSE, NONE, TEXT, BYTES, ARRAY, JSON, LARGE, RAISED, MARK, INTEGERS = range(1, 14)
 LONGER = frozenset((TEXT, BYTES, ARRAY, JSON, RAISED, INTEGERS))
 WORD = 1 << 63
-MOST_LONGER, MOST_OF_LONGER = 1 << 22, 1 << 28  # bytes of one value, and of all; of what is larger its digest is kept
+SHORT, MOST_LONGER, MOST_OF_LONGER = 64, 1 << 22, 1 << 28  # bytes of one value, and of all; of what is larger its digest is kept
 BLOCK = 1 << 13  # entries
 here = threading.get_ident
 ERRORS = {kind.__name__: kind for kind in (RuntimeError, ValueError, TypeError, IndexError)}
@@ -46,7 +46,8 @@ class _Unheard:
 
 
 class Tape:
-    """``going``: played back, until `end`. ``deaf``: above 0, what happens is nobody's business: inside of a data set, of ourselves.
+    """``going``: played back, until `end`. ``began``: the training has; before, all tensors have values also where it is played back. ``deaf``: above 0, what
+    happens is nobody's business: inside of a data set, of ourselves.
 
     ``refuse`` is called with a sentence where the program goes another way than the tape, and does not return. ``complain`` hears why nothing more is recorded.
     """
@@ -54,7 +55,7 @@ class Tape:
     def __init__(self, refuse: Callable[[str], NoReturn], complain: Callable[[str], None]) -> None:
         self.refuse, self.complain = refuse, complain
         self.main = threading.get_ident()
-        self.going = False
+        self.going = self.began = False
         self.deaf = 0
         self.unheard = _Unheard(self)
         self.flow = self.events = 0
@@ -81,8 +82,8 @@ class Tape:
         """Whether what this thread does now belongs to the program's way."""
         return not self.deaf and here() == self.main
 
-    def put(self, value: Any, at: int) -> None:
-        """``at``: where in the program, a small number that is the same each time."""
+    def put(self, value: Any, at: int, comes_again: bool = False) -> None:
+        """``at``: where in the program, a small number that is the same each time. ``comes_again``: it will be there again: of a longer one a digest does."""
         self.flow = flow = hash((self.flow, at))
         entries, kind = self.entries, type(value)
         if kind is float:
@@ -94,22 +95,22 @@ class Tape:
             entries.codes.append(INTEGER)
             entries.integers.append(value)
         else:
-            self._put_longer(value)
+            self._put_longer(value, comes_again)
         entries.checks.append(flow & 255)
         if len(entries.codes) >= BLOCK:
             self.write()
 
-    def _put_longer(self, value: Any) -> None:
+    def _put_longer(self, value: Any, comes_again: bool) -> None:
         entries = self.entries
         if value is None:
             entries.codes.append(NONE)
             return
         code, data = encoded(value)
-        self._longer_bytes += len(data)
-        if len(data) > MOST_LONGER or self._longer_bytes > MOST_OF_LONGER:
+        if len(data) > (SHORT if comes_again else MOST_LONGER) or self._longer_bytes > MOST_OF_LONGER:
             entries.codes.append(LARGE)
             entries.integers.append(zlib.crc32(data))
         else:
+            self._longer_bytes += len(data)
             entries.codes.append(code)
             entries.longer.append(data)
 
