@@ -1198,6 +1198,13 @@ trap("optimizer_in_a_cache", """
         train(batch(step))
     end()
 """, between={"flag": ""})
+trap("order_told_before_it_begins", """
+    order = torch.randperm(48).tolist()
+    for step in range(STEPS):
+        train(data[order[2 * step % 40:][:8]])
+        os.write(1, f"step {step}\\n".encode())
+    end(order)
+""")
 trap("large_noise_of_the_machine", """
     noise = torch.frombuffer(bytearray(os.urandom(400_000)), dtype=torch.uint8)
     print("began", digest(noise), flush=True)
