@@ -38,8 +38,7 @@ JOURNAL, FETCHES = "journal-", "FLATOUT_FETCHES"
 
 def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: Mapping[str, Any], ranks: Ranks) -> Again | None:
     """``asked``: ``anew``; ``shows``; ``rescue``: saves are wanted also where nobody goes on from them; ``insists``: what cannot be gone on with exactly is not
-    begun anew. None where this is no process whose training could be
-    recorded."""
+    begun anew. None where this is no process whose training could be recorded."""
     import torch
 
     from flatout.replay.again import Again, Outside, Way
@@ -51,7 +50,11 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
         return None
     if not records_first(ranks.claim):
         return None
-    appointment = ranks.appointment()
+    try:
+        appointment = ranks.appointment()
+    except OSError as error:
+        ranks.say(f"this program is not recorded, and cannot be gone on with exactly: its ranks cannot agree on their saves: {error.strerror}")
+        return None
     pulse.goes_on_exactly()
     again: Again | None = None
     folder = rescue.folder
