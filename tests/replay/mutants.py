@@ -45,13 +45,14 @@ check("more", "no more values are asked for than there are", "tape",
 check("ended", "a program does not end before it comes to its save", "flatout.cli.resuming",
       "if again.going:", "if False:", "leaves_early")
 check("large", "a value that was too large to be kept is the same when it is computed again", "hearing",
-      "if zlib.crc32(encoded(again)[1]) != value.digest:", "if False:", "large_list_of_the_machine")
+      "if zlib.crc32(encoded(again)[1]) != value.digest:", "if False:", "large_list_of_the_machine", beside="plain")
 check("large_computed", "a value that was too large to be kept is not asked of a tensor without values", "hearing",
       'tape.refuse(f"in step {tape.steps + 1} {really.__name__}() hands Python more of a tensor than was kept, and steers the program from there")',
-      "return [0.0] * args[0].numel()", "large_list_that_was_computed")
+      "return [0.0] * args[0].numel()", "large_list_that_was_computed", beside="plain")
 check("threads", "what another thread reads from a clock is not the program's way", "hearing",
       "if tape.deaf or not is_users(frame.f_code.co_filename) or threading.get_ident() != tape.main:\n            return self._really(*args, **kwargs)",
-      "if tape.deaf or not is_users(frame.f_code.co_filename):\n            return self._really(*args, **kwargs)", "thread_reads_the_same_clock")
+      "if tape.deaf or not is_users(frame.f_code.co_filename):\n            return self._really(*args, **kwargs)", "thread_reads_the_same_clock",
+      beside="plain")
 
 # -- what it has come to --------------------------------------------------------------------------------------------------------
 
@@ -59,14 +60,14 @@ check("plain", "plain values are those of the save", "seam", "if differ:", "if F
       "process_number_kept", "uuid_kept", "drawn_before_torch")
 check("paths", "there are the same tensors", "seam", "if lost:", "if False:", "mask_made_meanwhile")
 check("optimizers", "there are the same optimizers", "seam", 'if list(self.state["optimizers"]) != list(world.optimizers):', "if False:",
-      "optimizer_in_a_cache")
+      "optimizer_in_a_cache", beside="plain")
 check("digests", "what was there before the training is there again", "seam", "if changed:", "if False:", "large_table_through_data",
       "large_noise_of_the_machine")
 check("others", "no variable leads to a tensor that looks as if it had values", "seam", "if others:", "if False:", "weights_of_a_thread_known_weakly",
       "teacher_in_a_generator_in_a_zip")
 check("generators", "random generators are of the same kind", "seam", 'self.refuse(f"`{path}` was another kind of random generator")', "pass",
       "generator_of_another_kind")
-check("draws", "a program does not draw in turns with what is skipped", "again", "if drawn:", "if False:", "random_in_turns_in_a_cycle")
+check("draws", "a program does not draw in turns with what is skipped", "again", "if drawn:", "if False:", "random_in_turns_in_a_cycle", beside="plain")
 check("complete", "all objects can be looked through", "seam", 'unsound = [] if world.complete else ["it holds more objects than can be looked through"]',
       "unsound = []", "more_than_can_be_looked_through")
 check("workers", "workers have given as many batches", "batches", 'if stood["given"] != iterator.given:', "if False:", "loader_asked_once_more",
@@ -83,7 +84,7 @@ check("trips", "no backward pass goes through the seam", "seam",
 
 # -- outside of it --------------------------------------------------------------------------------------------------------------
 
-check("read_again", "a file that was read has not changed", "files", "if stood != stands:", "if False:", "numbers_change_meanwhile")
+check("read_again", "a file that was read has not changed", "files", "if stood != stands:", "if False:", "numbers_change_meanwhile", beside="plain")
 check("future", "no file is read that was written after the save", "files", "if key in self.future:", "if False:", "disk_without_other_names")
 check("databases", "no database is kept", "files",
       'ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it keeps a database", always=True))', "pass",
@@ -97,7 +98,7 @@ check("by_itself", "a program that resumes by itself is left alone", "files", "i
       why="it says who goes on, the program from its own file or flatout; without it, this program goes on exactly")
 check("network", "nothing is asked over the network", "quiet",
       'self.refuse(f"the program asks {address[0]} over the network, which may answer otherwise than it did the first time")', "pass",
-      "server_answers_otherwise")
+      "server_answers_otherwise", beside="plain")
 check("sources", "its sources have not changed", "flatout.cli.resuming", "if changed:", "if False:", "helper_changes_meanwhile")
 check("surroundings", "it is where it was", "flatout.state.drift",
       'return [f"{name}: {_shown(before.get(name))}', 'return [] and [f"{name}: {_shown(before.get(name))}',
