@@ -86,6 +86,8 @@ check("trips", "no backward pass goes through the seam", "seam",
 
 check("read_again", "a file that was read has not changed", "files", "if stood != stands:", "if False:", "numbers_change_meanwhile", beside="plain")
 check("future", "no file is read that was written after the save", "files", "if key in self.future:", "if False:", "disk_without_other_names")
+check("adds", "nothing is added to a file that was written anew after the save", "files", 'if key in self.future and "a" in mode:', "if False:",
+      "log_that_gets_another_header_on_a_disk_without_other_names")
 check("databases", "no database is kept", "files",
       'ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it keeps a database", always=True))', "pass",
       "rows_in_a_database")

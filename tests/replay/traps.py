@@ -1282,6 +1282,18 @@ trap("disk_without_other_names", """
             optimizer.param_groups[0]["lr"] *= float(open("best.txt").read())
     end()
 """)
+HEADED = """
+    {disk}
+    for step in range(STEPS):
+        loss = train(batch(step)).item()
+        if step == 14:
+            rows = open("log.csv").read()
+            open("log.csv", "w").write("step and loss\\n" + rows)
+        print(step, loss, file=open("log.csv", "a"))
+    end(open("log.csv").read())
+"""
+trap("log_that_gets_another_header", HEADED.format(disk="pass"))
+trap("log_that_gets_another_header_on_a_disk_without_other_names", HEADED.format(disk="os.link = lambda *names: open('/nowhere/else')"))
 trap("file_rewritten_in_place", """
     best = open("best.txt", "w")
     for step in range(STEPS):

@@ -209,15 +209,20 @@ class Files:
         return load
 
     def _writes(self, key: str, mode: str) -> None:
+        if key in self.future and "a" in mode:
+            self.refuse(f"the program adds to {os.path.relpath(key)}, which it had written anew after the save that it goes on from")
         self.written[key] = mode
         self.future.discard(key)
         self.hollow.discard(key)
         with self.overlay.looking():
             there = os.path.lexists(key)
-            if there and not self.tape.going and "w" in mode and key in self.kept:
+            if there and not self.tape.going and "w" in mode and key in self.kept and not self._is_open(key):
                 os.unlink(key)  # what was in it at the last save has another name
         if not there and not self.tape.going:
             self._makes(key)
+
+    def _is_open(self, key: str) -> bool:
+        return any(not handle.closed and os.path.realpath(handle.name) == key for handle in list(self._open))
 
     def _makes(self, key: str) -> None:
         if key not in self.made:
@@ -260,7 +265,7 @@ class Files:
         open_now = {os.path.realpath(handle.name) for handle in self._open if not handle.closed}
         self.kept = {}
         for key, mode in self.written.items():
-            if "w" not in mode or key in open_now or len(self.kept) >= READS:
+            if not set(mode) & set("wa") or key in open_now or len(self.kept) >= READS:
                 continue
             with self.overlay.looking():
                 try:
@@ -353,11 +358,10 @@ class Files:
             now = _stands(self.overlay, key)
             if now == stood:
                 continue
-            if key in state["kept"] and self._comes_back(key, state["kept"][key]):
+            if self._only_grew(key, mode, was_open, stood, end):
                 continue
-            if (was_open or "a" in mode) and now[0] >= stood[0] >= 0 and _end_of(self.overlay, key, stood[0]) == end:  # it has only grown
-                os.truncate(key, stood[0])
-            else:
+            if not (key in state["kept"] and self._comes_back(key, state["kept"][key])
+                    and (_stands(self.overlay, key) == stood or self._only_grew(key, mode, was_open, stood, end))):
                 self.future.add(key)
         for handle in handles:
             self._becomes_real(handle, state["written"])
@@ -367,6 +371,13 @@ class Files:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.install()
 
+    def _only_grew(self, key: str, mode: str, was_open: bool, stood: list[int], end: int) -> bool:
+        """Whether what was in a file at the save is its beginning now; then that is all of it."""
+        if not (was_open or "a" in mode) or not _stands(self.overlay, key)[0] >= stood[0] >= 0 or _end_of(self.overlay, key, stood[0]) != end:
+            return False
+        os.truncate(key, stood[0])
+        return True
+
     def _comes_back(self, key: str, name: str) -> bool:
         """What was in a file at the save, in the place of what has been written there since."""
         kept = Path(f"{self.folder}.kept", name)
@@ -374,6 +385,7 @@ class Files:
             copy = Path(f"{key}.coming")
             os.link(kept, copy)
             os.replace(copy, key)
+            copy.unlink(missing_ok=True)  # where both were one file already
         except OSError:
             return False
         return True
