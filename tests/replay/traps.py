@@ -1293,6 +1293,18 @@ HEADED = """
     end(open("log.csv").read())
 """
 trap("log_that_gets_another_header", HEADED.format(disk="pass"))
+trap("log_whose_first_line_changes", """
+    print("a " * 4000, file=open("log.csv", "w"))
+    for step in range(STEPS):
+        loss = train(batch(step)).item()
+        if step == 14:
+            rows = open("log.csv").read()
+            open("log.csv", "w").write("b" + rows[1:])
+        print(step, loss, file=open("log.csv", "a"))
+        if step == 12:
+            optimizer.param_groups[0]["lr"] *= 0.5 if open("log.csv").read(1) == "a" else 2.0
+    end(open("log.csv").read())
+""")
 trap("log_that_gets_another_header_on_a_disk_without_other_names", HEADED.format(disk="os.link = lambda *names: open('/nowhere/else')"))
 trap("file_rewritten_in_place", """
     best = open("best.txt", "w")

@@ -355,13 +355,11 @@ class Files:
             _put_aside(key, aside)
         self.list.write_text("".join(json.dumps(key) + "\n" for key in made), encoding="utf-8")
         for key, (mode, was_open, end, *stood) in state["written"].items():
-            now = _stands(self.overlay, key)
-            if now == stood:
+            if _stands(self.overlay, key) == stood:
                 continue
-            if self._only_grew(key, mode, was_open, stood, end):
-                continue
-            if not (key in state["kept"] and self._comes_back(key, state["kept"][key])
-                    and (_stands(self.overlay, key) == stood or self._only_grew(key, mode, was_open, stood, end))):
+            if key in state["kept"]:
+                self._comes_back(key, state["kept"][key])
+            if _stands(self.overlay, key) != stood and not self._only_grew(key, mode, was_open, stood, end):
                 self.future.add(key)
         for handle in handles:
             self._becomes_real(handle, state["written"])
@@ -378,8 +376,8 @@ class Files:
         os.truncate(key, stood[0])
         return True
 
-    def _comes_back(self, key: str, name: str) -> bool:
-        """What was in a file at the save, in the place of what has been written there since."""
+    def _comes_back(self, key: str, name: str) -> None:
+        """What was in a file at the save, in the place of what has been written anew since."""
         kept = Path(f"{self.folder}.kept", name)
         try:
             copy = Path(f"{key}.coming")
@@ -387,8 +385,7 @@ class Files:
             os.replace(copy, key)
             copy.unlink(missing_ok=True)  # where both were one file already
         except OSError:
-            return False
-        return True
+            pass  # then it is not as it stood
 
     def _becomes_real(self, handle: Any, written: dict[str, Any]) -> None:
         target = os.path.realpath(handle.name)

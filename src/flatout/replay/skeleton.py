@@ -120,7 +120,7 @@ class Skeletons:
         if name in NATIVE or name.endswith(("__set__", "__delete__")) or (name.startswith("get ") and name[4:] in GETTERS):
             return lambda args, kwargs: func(*args, **kwargs)
         if special is not None:
-            return lambda args, kwargs: special(*args, **kwargs) if not name.startswith("get ") else special(args[0])
+            return (lambda args, kwargs: special(args[0])) if name.startswith("get ") else (lambda args, kwargs: special(*args, **kwargs))
         if name == "get data":
             return lambda args, kwargs: Skeleton(meta_of(args[0]))
         if name.removeprefix("get ") in READS_VALUES:
