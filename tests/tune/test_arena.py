@@ -12,6 +12,7 @@ from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Plan
 from flatout.plan.records import Ratio
 from flatout.probe.machine import look
+from flatout.trial.blocks import CLEAR_LOSS
 from flatout.tune.arena import Arena
 
 pytest.importorskip("torch")
@@ -62,8 +63,9 @@ def test_a_program_that_is_behind_catches_up_before_it_is_measured(arena, tmp_pa
     assert plain.trial.ticks_done == tuned.trial.ticks_done
     verdicts = ring.processes(plain.trial, [tuned, third], seconds() + 2.0)
     assert all(isinstance(verdict, Ratio) for verdict in verdicts.values())
-    assert plain.trial.ticks_done == tuned.trial.ticks_done == third.trial.ticks_done
-    ticks = plain.trial.ticks_done
+    for at, entrant in enumerate((tuned, third)):  # on a busy machine one may have lost clearly, and left the race early
+        assert entrant.trial.ticks_done == plain.trial.ticks_done or verdicts[at].high < CLEAR_LOSS
+    ticks = min(entrant.trial.ticks_done for entrant in (plain, tuned, third))
     for entrant in (plain, tuned, third):
         entrant.trial.finish()
     # The same tick is the same work, counted by the program itself.
