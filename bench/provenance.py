@@ -55,6 +55,7 @@ THEMES = (
     ("exchange", "python bench/exchange.py", "What travels between ranks: bytes and waiting by way and bucket size, the loss with fewer exchanges"),
     ("rescue", "python bench/rescue.py DIR", "Public scripts killed under `run --rescue`: whether the save is what they had learned, bit for bit; its cost"),
     ("again", "python bench/again.py DIR", "Public scripts killed at random under `run --resume`: whether they go on exactly, weights and lines; how fast"),
+    ("again_cost", "python bench/again_cost.py", "What the journal of exact resume costs a step, and how much of the step of public scripts that is"),
     ("traps", "python bench/traps.py", "Small programs that exact resume could get wrong, killed and typed again: exactly as undisturbed, or refused in words"),
     ("again_checks", "python bench/again_checks.py", "Each check of exact resume switched off: which program, refused with it, then goes on wrongly"),
     ("two_hosts", "python bench/two_hosts.py", "A training over two hosts whose link is cut and which are killed: goes on, begins again or ends, never a hang"),
@@ -138,6 +139,8 @@ def result_paths(theme: str, made: Mapping[str, Any], folder: Path = RESULTS) ->
 def write_result(theme: str, made: Mapping[str, Any], page: str, raw: Mapping[str, Any], hidden: Mapping[str, str] | None = None,
                  folder: Path = RESULTS) -> tuple[Path, Path]:
     """Write the page and the raw records. ``hidden`` adds paths to those that are replaced by a word."""
+    if theme not in {each for each, _, _ in THEMES}:
+        raise ValueError(f"{theme} is not in THEMES: its page would be in no index")
     names = _hidden({**(hidden or {})})
     text, data = result_paths(theme, made, folder)
     write_whole(data, dense(_without({"theme": theme, "made": made, **raw}, names)))

@@ -21,7 +21,6 @@ from interrupted import ONCE, TWICE, Programs, live
 from traps import TRAPS, Trap
 
 OF_ITS_OWN = ("accumulator_made_inside", "list_of_losses", "own_generators")
-KILLED_TWICE = ("accumulator_made_inside", "replay_buffers", "own_generators", "log_appended_each_step", "persistent_workers")
 KILLED_ONCE, TWICE_KILLED, OWN_PROCESS = "killed once", "killed twice", "in a process of its own"
 SAFE = ("right", "refused", "anew", "unkilled")
 MEANS = {"right": "went on exactly", "refused": "refused in words", "anew": "began anew", "unkilled": "had come to its end before", "WRONG": "**WRONG**",
@@ -55,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     made, wanted = stamp(), set(filter(None, args.only.split(",")))
     known = {(row["name"], row["how"]): row for row in read_result("traps", made, args.out).get("lives", ())}
-    lives = [*((name, KILLED_ONCE) for name in TRAPS), *((name, TWICE_KILLED) for name in KILLED_TWICE), *((name, OWN_PROCESS) for name in OF_ITS_OWN)]
+    lives = [*((name, how) for name in TRAPS for how in (KILLED_ONCE, TWICE_KILLED)), *((name, OWN_PROCESS) for name in OF_ITS_OWN)]
     programs = Programs()
     try:
         for name, how in lives:

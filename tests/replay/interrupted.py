@@ -18,6 +18,7 @@ SITE = str(HERE / "site")
 ONCE, TWICE = ((10, 16),), ((8, 12), (16, 20))  # of each life that is ended early: saved after this step, and killed after that
 COMMAND = ("run", "--plan", "none", "--resume", "python", "train.py")
 GOES_ON, REFUSES = "flatout: going on exactly after step", "flatout: cannot go on exactly: "
+REFUSED = 10
 LIMIT_S = 90
 
 
@@ -74,20 +75,22 @@ def live(programs: Programs, folder: Path, trap: Trap, kills: Sequence[tuple[int
     """``off``: checks of ``mutants.py`` that are switched off."""
     work = folder / "work"
     write(work, trap)
-    for save, kill in kills:
+    said: list[str] = []  # by the lives that were killed, each up to where the next one went on
+    for number, (save, kill) in enumerate(kills):
         saves = {"PYTHONPATH": SITE, "TRAP_SAVE": str(save), "TRAP_OFF": off}
         killed = programs(work, ["flatout", *COMMAND], {**saves, "TRAP_KILL": str(kill)}, trap.fresh)
+        if number and killed.code in (0, REFUSED):  # it has come to its end already
+            return judged(trap, undisturbed(programs, folder, trap) if not (killed.code or trap.itself) else [], said, killed, [])
         if killed.code != -9:
-            break
-    if killed.code != -9:
-        same = killed.code == 0 and (trap.itself or killed.out.splitlines() == undisturbed(programs, folder, trap))
-        return Lives("unkilled" if same else "crashed", f"it was not killed: {killed.code}, {last(killed.err)}")
+            same = killed.code == 0 and (trap.itself or killed.out.splitlines() == undisturbed(programs, folder, trap))
+            return Lives("unkilled" if same else "crashed", f"it was not killed: {killed.code}, {last(killed.err)}")
+        said = [*up_to(said, went_on_after(killed)), *killed.out.splitlines()]
     for name, text in trap.between.items():
         (work / name).write_text(text)
     told = [json.loads(path.read_text())["told"] for path in sorted(work.glob(".flatout/*/rescue/step-*/manifest.json"))]
     again = programs(work, ["flatout", *COMMAND], {**saves, **trap.later}, trap.fresh)
     lines = undisturbed(programs, folder, trap) if again.code == 0 and not trap.itself else []
-    return judged(trap, lines, killed, again, [each.get("exact", "no exact part") for each in told])
+    return judged(trap, lines, said, again, [each.get("exact", "no exact part") for each in told])
 
 
 def undisturbed(programs: Programs, folder: Path, trap: Trap) -> list[str]:
@@ -106,35 +109,42 @@ def write(folder: Path, trap: Trap) -> None:
         (folder / name).write_text(text)
 
 
-def judged(trap: Trap, lines: list[str], killed: Done, again: Done, exact: list[str]) -> Lives:
+def judged(trap: Trap, lines: list[str], killed: list[str], again: Done, exact: list[str]) -> Lives:
     refused = [line for line in again.said if line.startswith(REFUSES)]
-    if again.code == 10 and refused:
+    if again.code == REFUSED and refused:
         return Lives("refused", refused[0].removeprefix(REFUSES))
     if again.code:
         return Lives("crashed", f"{again.code}: {last(again.err)}")
-    after = [int(line.removeprefix(GOES_ON).partition(",")[0]) for line in again.said if line.startswith(GOES_ON)]
+    after = went_on_after(again)
     told = again.out.splitlines()
-    if trap.itself:
-        why = strange(killed.out.splitlines(), told, after[0] if after else 0)
-    else:
-        why = "" if told and told == lines[-len(told):] else f"{told[-1:]} instead of {lines[-1:]}"
+    differs = "" if told and told == lines[-len(told):] else f"{told[-1:]} instead of {lines[-1:]}"
+    why = strange(up_to(killed, after), told) if trap.itself else differs
     if why:
-        return Lives("WRONG", why, after[0] if after else 0)
-    return Lives("right", "", after[0]) if after else Lives("anew", "; ".join(exact))
+        return Lives("WRONG", why, after)
+    return Lives("right", "", after) if after else Lives("anew", "; ".join(exact))
 
 
-def strange(killed: list[str], told: list[str], after: int) -> str:
-    """What the two lives say of themselves, where that does not fit together: what the first said at its beginning must be what the second says at its end, and
-    the ways that it went must be the first ones of those that have led to the end."""
-    if after == 0:
-        killed = []
+def went_on_after(life: Done) -> int:
+    """A step; 0 where it began anew."""
+    return next((int(line.removeprefix(GOES_ON).partition(",")[0]) for line in life.said if line.startswith(GOES_ON)), 0)
+
+
+def up_to(lines: list[str], after: int) -> list[str]:
+    """What was said by lives that were gone on with after a step: of what says its step, that of the steps before."""
+    steps = [line for line in lines if line.startswith("step ")][:after]
+    return [line for line in lines if not line.startswith("step ")] + steps if after else []
+
+
+def strange(killed: list[str], told: list[str]) -> str:
+    """What the lives say of themselves, where that does not fit together: what the first said at its beginning must be what the last says at its end, and
+    the ways that they went must be those that have led to the end."""
     began = [line.removeprefix("began ") for line in (*killed, *told) if line.startswith("began ")]
     ended = [line.removeprefix("end ") for line in told if line.startswith("end ")]
     if not ended or "False" in ended[-1]:
         return f"{told[-1:]}"
     if began and began[0] != ended[-1]:
         return f"began with {began[0]}, ended with {ended[-1]}"
-    steps = [line for line in killed if line.startswith("step ")][:after] + [line for line in told if line.startswith("step ")]
+    steps = [line for line in (*killed, *told) if line.startswith("step ")]
     if steps:
         if [int(line.split()[1]) for line in steps] != list(range(STEPS)):
             return f"steps {steps}"

@@ -77,7 +77,8 @@ check("workers", "workers have given as many batches", "batches", 'if stood["giv
 
 check("tripped", "nothing reads a tensor that has no values", "skeleton",
       'return Skeleton.tripped(f"{func.__name__.partition(\'.\')[0]}()")',
-      "return func(*pytree.tree_map(lambda each: torch.zeros(each.meta[0], dtype=each.meta[2]) if type(each) is Skeleton else each, args), **(kwargs or {}))",
+      "return func(*torch.utils._pytree.tree_map(lambda each: torch.zeros(each.meta[0], dtype=each.meta[2]) if type(each) is Skeleton else each, args), "
+      "**(kwargs or {}))",
       "loader_in_a_cycle")
 check("trips", "no backward pass goes through the seam", "seam",
       'self.refuse(f"a backward pass goes through `{path}` to what was computed before the save")', "return None", "hidden_state_with_its_graph")

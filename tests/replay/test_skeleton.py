@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="not run: there is no torch here")
 F = torch.nn.functional
 
-from flatout.replay.skeleton import Skeleton, Skeletons, meta_of  # noqa: E402
+from flatout.replay.answers import Skeletons  # noqa: E402
+from flatout.replay.skeleton import Skeleton, meta_of  # noqa: E402
 
 
 class Refused(Exception):
@@ -97,7 +98,7 @@ def test_a_module_of_skeletons_gives_skeletons_and_leaves_gradients_where_the_re
         found = module(Skeleton(meta_of(real)))
         loss = sum(leaf.sum() for leaf in torch.utils._pytree.tree_leaves(found))
         assert loss.requires_grad
-        skeletons.went_backward([loss], None)
+        skeletons.lineage.went_backward([loss], None)
         grads = {name for name, p in module.named_parameters() if p.grad is not None}
         assert all(type(p.grad) is Skeleton for p in module.parameters() if p.grad is not None)
         module.zero_grad()
@@ -116,7 +117,7 @@ def test_what_is_computed_without_gradients_or_cut_off_leaves_none():
         cut = (weight * x).detach()
         assert not cut.requires_grad
         assert (weight * x).argmax().requires_grad is False
-        skeletons.went_backward([(cut * x).sum()], None)
+        skeletons.lineage.went_backward([(cut * x).sum()], None)
         assert weight.grad is None
 
 

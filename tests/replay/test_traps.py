@@ -61,7 +61,7 @@ def test_once_more_with_its_data_read(programs, tmp_path):
     assert (found.verdict, found.after) == ("right", 10), found.why
 
 
-@pytest.mark.parametrize("name", ["replay_buffers", "log_appended_each_step"])
+@pytest.mark.parametrize("name", ["replay_buffers", "log_written_line_by_line"])
 def test_it_is_killed_twice(programs, tmp_path, name):
     found = live(programs, tmp_path, TRAPS[name], TWICE)
     assert (found.verdict, found.after) == ("right", 16), found.why

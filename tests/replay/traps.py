@@ -385,6 +385,7 @@ LOG = """
     end(digest(open("log.txt").read()), len(open("log.txt").read().splitlines()))
 """
 trap("log_opened_anew", LOG.format(begin="log = open('log.txt', 'w')", write="log.write(f'{step} {loss}\\n')", close="log.close()"))
+trap("log_written_line_by_line", LOG.format(begin="log = open('log.txt', 'w', buffering=1)", write="log.write(f'{step} {loss}\\n')", close="log.close()"))
 trap("log_opened_to_append", LOG.format(begin="log = open('log.txt', 'a')", write="log.write(f'{step} {loss}\\n')", close="log.close()"))
 trap("log_appended_each_step", LOG.format(begin="pass", write="print(step, loss, file=open('log.txt', 'a'))", close="pass"))
 trap("log_of_logging", LOG.format(begin="import logging; logging.basicConfig(filename='log.txt', level='INFO', format='%(message)s')",

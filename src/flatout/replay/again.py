@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,12 +22,13 @@ from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
 from flatout.plan import pulse
 from flatout.plan.errors import FlatoutError, StorageError
+from flatout.replay.answers import Skeletons
 from flatout.replay.batches import Batches
 from flatout.replay.files import Files
 from flatout.replay.hearing import Hearing
 from flatout.replay.quiet import Quiet
 from flatout.replay.seam import Draws, Origins, Seam, state_of_world
-from flatout.replay.skeleton import Skeleton, Skeletons
+from flatout.replay.skipping import Skipping
 from flatout.replay.tape import Tape
 from flatout.replay.world import World
 from flatout.state.carrying import Find
@@ -79,6 +78,7 @@ class Again(Listener):
         self.journal, self.saved, self.saving, self.ledger = way.journal, state, saving, ledger
         self.tape = Tape(self.refuse, outside.say)
         self.skeletons = Skeletons(self.refuse)
+        self.skipping = Skipping(self.tape, self.skeletons, ledger)
         self.batches = Batches(self.tape, ledger, self._begins, find)
         self.batches.fetches = way.fetches
         self.files = Files(way.journal.with_name(f"{way.journal.name}.files"), self.tape, outside.refuse, self._resumes_by_itself)
@@ -88,7 +88,6 @@ class Again(Listener):
             from flatout.replay.collectives import Collectives
 
             self.collectives = Collectives(self.tape, self.skeletons, ledger)
-        self._mode: Any = None
         self._quiet: Quiet | None = None
         self._origins: Origins | None = None
         self._draws: Draws | None = None
@@ -96,10 +95,8 @@ class Again(Listener):
         self._numbers: dict[int, int] = {}
         self._began_s = self._trained_s = 0.0  # when the training began, or went on; and how long it had lasted before
         self.pid = os.getpid()
-        self._skipping = Ledger()  # what is only in place until the seam
         Hearing(self.tape, ledger).install()
-        self._steps = Ledger()
-        self._install_skipping()
+        self.skipping.install()
         os.register_at_fork(after_in_child=self._forked)
         if state is None:
             self._start = random_states(torch)
@@ -184,8 +181,7 @@ class Again(Listener):
                 self._origins = Origins(World().look(sys._getframe(1), {}), everything=self.tape.going)
             if self.tape.going:
                 self._draws = Draws()
-                self._mode.off = False
-                self._without_compiler()
+                self.skipping.starts()
             elif not self.tape.broken:
                 self._record_from_here()
 
@@ -201,22 +197,8 @@ class Again(Listener):
     @contextmanager
     def for_real(self) -> Iterator[None]:
         """What is done inside is ours: it acts on the tensors that are there, and is nobody's business."""
-        before = self._mode.off if self._mode is not None else True
-        if self._mode is not None:
-            self._mode.off = True
-        try:
-            with self.tape.unheard:
-                yield
-        finally:
-            if self._mode is not None:
-                self._mode.off = before
-            if self.tape.going:
-                self._without_compiler()
-
-    @staticmethod
-    def _without_compiler() -> None:
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled
-            torch.compiler.set_stance("force_eager")
+        with self.skipping.paused(), self.tape.unheard:
+            yield
 
     # -- events -------------------------------------------------------------------------------------------------------------
 
@@ -270,85 +252,15 @@ class Again(Listener):
         self.tape.play(read_journal(self.journal, Place.from_json(state["journal"])), state["events"])
         self.batches.fetched = set(state["batches"]["fetched"])
         set_random_states(torch, state["start"])
-        Skeleton.tripped = staticmethod(lambda what: self.refuse(f"{what} of a tensor that was not kept"))  # type: ignore[method-assign]
         self._quiet = Quiet(self.outside.refuse, shows)
         self.files.play(state["files"])
-        self._skipping.set(torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__))
-        self._skipping.set(torch.nn.Parameter, "__deepcopy__", self._for_real(torch.nn.Parameter.__deepcopy__))
-        function = torch.autograd.Function
-        self._skipping.set(function, "apply", classmethod(self._with_sources(vars(function)["apply"])))
-        named = torch.autograd.profiler.record_function  # a profiler's names for what happens: a fifth of the time of a step that computes nothing
-        self.ledger.set(named, "__enter__", _unless(named.__enter__, lambda _: self.tape.going))
-        self.ledger.set(named, "__exit__", _unless(named.__exit__, lambda name: name.record is None))
-        self._mode = self.skeletons.mode()
-        self._mode.off = True
-        self._mode.__enter__()
-
-    def _install_skipping(self) -> None:
-        """Of backward passes and torch's own optimizers nothing is heard, because nothing of them happens when they are played back."""
-        ledger, tape = self.ledger, self.tape
-        ledger.set(torch.autograd, "backward", self._without_backward(torch.autograd.backward))
-        ledger.set(torch.autograd, "grad", self._without_grad(torch.autograd.grad))
-        for kind in (getattr(torch.optim, name) for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)):
-            if issubclass(kind, torch.optim.Optimizer) and kind not in (torch.optim.Optimizer, torch.optim.LBFGS):
-                self._steps.set(kind, "step", _without_step(kind.step, tape))  # before torch hooks it: its hooks are heard
-
-    def _begun_by(self, really: Callable) -> Callable:
-        @wraps(really)
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._origins is None and self.tape.hears and any(True for _ in module.parameters()):
-                self._begins()
-            return really(module, *args, **kwargs)
-
-        return call
-
-    def _without_backward(self, really: Callable) -> Callable:
-        @wraps(really)
-        def backward(tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, grad_variables: Any = None,
-                     inputs: Any = None) -> None:
-            if not self.tape.going:
-                with self.tape.unheard:
-                    return really(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-            wanted = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-            return self.skeletons.went_backward((tensors,) if isinstance(tensors, torch.Tensor) else tensors, wanted)
-
-        return backward
-
-    def _without_grad(self, really: Callable) -> Callable:
-        @wraps(really)
-        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.tape.going:
-                with self.tape.unheard:
-                    return really(outputs, inputs, *args, **kwargs)
-            return self.skeletons.grads(outputs, inputs)
-
-        return grad
-
-    def _with_sources(self, really: Any) -> Callable:
-        """A function with a backward pass of its own: what it gives comes from what it was given."""
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            of_class = really.__get__(None, cls)
-            if self._mode.off:
-                return of_class(*args, **kwargs)
-            with torch.no_grad():
-                found = of_class(*args, **kwargs)
-            return self.skeletons.comes_from(found, (*args, *kwargs.values()))
-
-        return apply
-
-    def _for_real(self, really: Callable) -> Callable:
-        @wraps(really)
-        def copied(weight: Any, *args: Any) -> Any:
-            with torch._C.DisableTorchFunction():
-                return really(weight, *args)
-
-        return copied
+        self.skipping.play(self.refuse, self._begins)
 
     def _seam(self, frame: FrameType) -> None:
         """The program stands where it was saved, with skeletons for tensors: it becomes the one that was saved."""
-        self._mode.off = True
         try:
             with self.tape.unheard:
+                self.skipping.stops()
                 self._becomes(self.saved or {}, frame)
         except FlatoutError as error:
             self.refuse(str(error))
@@ -362,16 +274,13 @@ class Again(Listener):
     def _becomes(self, saved: dict[str, Any], frame: FrameType) -> None:
         assert self._origins is not None
         self.tape.end()
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.set_stance("default")
         drawn = self._draws.compare(saved["random"]) if self._draws is not None else []
         if drawn:
             self.refuse(f"the program draws random numbers itself ({' and '.join(drawn)}), in turns with what is skipped. Give its data set a "
                          f"generator of its own, or workers")
         seam, world = Seam(saved, self.skeletons, self._origins, self.refuse), World().look(frame, self._also())
         seam.compare(world)
-        self._leave_mode()
-        self._skipping.restore()
+        self.skipping.ends()
         said = self.batches.go_on(saved["batches"])
         if said:
             self.refuse("; ".join(said))
@@ -384,53 +293,3 @@ class Again(Listener):
         self._quiet.ends()
         self.tape.record(Journal(self.journal, Place.from_json(saved["journal"])))
         self._trained_s = saved["trained_s"]
-
-    def _leave_mode(self) -> None:
-        """It may lie below modes of the program's own."""
-        above = []
-        while (mode := torch.overrides._pop_mode()) is not self._mode:
-            above.append(mode)
-        for mode in reversed(above):
-            torch.overrides._push_mode(mode)
-
-
-def _without_step(really: Callable, tape: Tape) -> Callable:
-    made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # optimizer -> weights that it has had gradients of
-
-    @wraps(really)
-    def step(optimizer: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not tape.going:
-            with tape.unheard:
-                return really(optimizer, *(() if closure is None else (_heard(closure, tape),)), *args, **kwargs)
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
-        moved = sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-        if moved > made.get(optimizer, 0):  # what it remembers has to be there, if without values
-            made[optimizer] = moved
-            with tape.unheard:
-                really(optimizer)
-        return loss
-
-    return step
-
-
-def _heard(closure: Callable, tape: Tape) -> Callable:
-    """The program's own part of a step."""
-    def call() -> Any:
-        before, tape.deaf = tape.deaf, tape.deaf - 1
-        try:
-            return closure()
-        finally:
-            tape.deaf = before
-
-    return call
-
-
-def _unless(really: Callable, skips: Callable[[Any], bool]) -> Callable:
-    @wraps(really)
-    def call(thing: Any, *args: Any) -> Any:
-        if not skips(thing):
-            return really(thing, *args)
-        return None if args else thing
-
-    return call

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from flatout.capture.ledger import Ledger
-from flatout.replay.skeleton import Skeletons
+from flatout.replay.answers import Skeletons
 from flatout.replay.tape import Tape
 
 MET = 7  # an event

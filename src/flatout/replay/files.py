@@ -13,10 +13,8 @@ import json
 import os
 import shutil
 import sqlite3
-import stat
 import sys
 import weakref
-import zlib
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -27,10 +25,10 @@ import torch
 from flatout.capture.ledger import Ledger
 from flatout.capture.overlay import Overlay
 from flatout.capture.shelter import Shelter
+from flatout.replay.kept import Kept, end_of, how_it_stands, put_aside
+from flatout.replay.listings import Listings
 from flatout.replay.tape import Tape
 
-os_scandir = os.scandir
-END_BYTES = 1 << 12
 READS = 4096  # files that are remembered
 
 
@@ -49,11 +47,10 @@ class Files:
         self.looked: set[str] = set()  # files that it looked for before it began to train
         self.states: set[str] = set()  # what it has written by torch.save
         self._looking = Ledger()
-        self._generations: list[set[str]] = []
         self._played: dict[str, int] = {}
-        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._open: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # handle -> path of what is written through it
         self.hollow: set[str] = set()  # saved by torch on the way: in the shelter there is an empty file in their place
-        self.kept: dict[str, str] = {}  # path -> another name for what was in it at the last save
+        self.kept = Kept(Path(f"{folder}.kept"))
         self._why_not: dict[str, None] = {}
         self._ledger = Ledger()
 
@@ -113,7 +110,7 @@ class Files:
                 if "r" in str(mode):
                     self._why_not["it changes parts of a file"] = None
                 handle = really(file, mode, *args, **kwargs)
-                self._open.add(handle)
+                self._open[handle] = key
                 return handle
             self._read(key)
             return really(file, mode, *args, **kwargs)
@@ -216,13 +213,13 @@ class Files:
         self.hollow.discard(key)
         with self.overlay.looking():
             there = os.path.lexists(key)
-            if there and not self.tape.going and "w" in mode and key in self.kept and not self._is_open(key):
+            if there and not self.tape.going and "w" in mode and key in self.kept.names and key not in self._open_now():
                 os.unlink(key)  # what was in it at the last save has another name
         if not there and not self.tape.going:
             self._makes(key)
 
-    def _is_open(self, key: str) -> bool:
-        return any(not handle.closed and os.path.realpath(handle.name) == key for handle in list(self._open))
+    def _open_now(self) -> set[str]:
+        return {key for handle, key in list(self._open.items()) if not handle.closed}
 
     def _makes(self, key: str) -> None:
         if key not in self.made:
@@ -234,7 +231,8 @@ class Files:
     def _read(self, key: str) -> None:
         if self.tape.going and self.overlay.moved.get(key, "") is None:
             return  # it is not there yet
-        stands = _stands(self.overlay, key)
+        with self.overlay.looking():
+            stands = how_it_stands(key)
         if self.tape.going:
             self._read_again(key, stands)
             return
@@ -253,44 +251,19 @@ class Files:
         for handle in list(self._open):
             if not handle.closed:
                 handle.flush()
-        self._keep()
-        open_now = {key for handle in self._open if not handle.closed and (key := self.overlay.key(handle.name)) is not None}
-        written = {key: [mode, key in open_now, _end_of(self.overlay, key), *_stands(self.overlay, key)] for key, mode in self.written.items()}
+        open_now = self._open_now()
+        with self.overlay.looking():
+            self.kept.keep(key for key, mode in self.written.items() if set(mode) & set("wa") and key not in open_now)
+            written = {key: [mode, key in open_now, end_of(key), *how_it_stands(key)] for key, mode in self.written.items()}
         return {"made": list(self.made), "looked": sorted(self.looked), "reads": {key: [list(each) for each in reads] for key, reads in self.reads.items()},
-                "written": written, "kept": dict(self.kept)}
-
-    def _keep(self) -> None:
-        """Give what was written by name, and is closed, another name; nothing is copied. Those of three saves stay."""
-        place = Path(f"{self.folder}.kept")
-        open_now = {os.path.realpath(handle.name) for handle in self._open if not handle.closed}
-        self.kept = {}
-        for key, mode in self.written.items():
-            if not set(mode) & set("wa") or key in open_now or len(self.kept) >= READS:
-                continue
-            with self.overlay.looking():
-                try:
-                    found = os.lstat(key)
-                    if not stat.S_ISREG(found.st_mode):
-                        continue
-                    name = place / f"{found.st_ino}-{found.st_mtime_ns}"
-                    if not name.exists():
-                        place.mkdir(parents=True, exist_ok=True)
-                        os.link(key, name)
-                    self.kept[key] = name.name
-                except OSError:
-                    continue  # another disk, or gone
-        self._generations = [set(self.kept.values()), *self._generations[:2]]
-        wanted = set().union(*self._generations)
-        for name in place.glob("*"):
-            if name.name not in wanted:
-                name.unlink(missing_ok=True)
+                "written": written, "kept": dict(self.kept.names)}
 
     def ended(self) -> None:
         """Nobody goes on from here."""
         self._ledger.restore()
         self.list.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
-        shutil.rmtree(f"{self.folder}.kept", ignore_errors=True)
+        self.kept.ended()
 
     # -- playing back -------------------------------------------------------------------------------------------------------
 
@@ -303,22 +276,7 @@ class Files:
         for key in self._all_made():
             self.overlay._note(key, None)
         shelter.install(torch)
-        self._ledger.set(os, "listdir", self._listed(os.listdir))
-        self._ledger.set(os, "scandir", lambda path=".": Entries(self, os_scandir(path), path))
-
-    def _listed(self, really: Callable) -> Callable:
-        @wraps(really)
-        def listdir(path: Any = None) -> Any:
-            return [name for name in really(path) if not self.hides(path, name)]
-
-        return listdir
-
-    def hides(self, folder: Any, name: Any) -> bool:
-        """Whether something in a folder was made by the program, and has not been made again yet."""
-        if isinstance(folder, int) or isinstance(name, bytes) or not self.overlay.moved or self.overlay.busy:
-            return False
-        key = self.overlay.key(os.path.join(os.fspath(folder or "."), name))
-        return key in self.overlay.moved and self.overlay.moved[key] is None
+        Listings(self.overlay).install(self._ledger)
 
     def _all_made(self) -> list[str]:
         try:
@@ -352,15 +310,9 @@ class Files:
         aside = Path(f"{self.folder}.after")
         made, all_made = state["made"], self._all_made()
         for key in reversed([key for key in all_made if key not in set(made)]):
-            _put_aside(key, aside)
+            put_aside(key, aside)
         self.list.write_text("".join(json.dumps(key) + "\n" for key in made), encoding="utf-8")
-        for key, (mode, was_open, end, *stood) in state["written"].items():
-            if _stands(self.overlay, key) == stood:
-                continue
-            if key in state["kept"]:
-                self._comes_back(key, state["kept"][key])
-            if _stands(self.overlay, key) != stood and not self._only_grew(key, mode, was_open, stood, end):
-                self.future.add(key)
+        self.future |= {key for key, stood in state["written"].items() if not self.kept.stands_again(key, state["kept"].get(key), *stood)}
         for handle in handles:
             self._becomes_real(handle, state["written"])
         self.looked = set(state["looked"])
@@ -369,29 +321,12 @@ class Files:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.install()
 
-    def _only_grew(self, key: str, mode: str, was_open: bool, stood: list[int], end: int) -> bool:
-        """Whether what was in a file at the save is its beginning now; then that is all of it."""
-        if not (was_open or "a" in mode) or not _stands(self.overlay, key)[0] >= stood[0] >= 0 or _end_of(self.overlay, key, stood[0]) != end:
-            return False
-        os.truncate(key, stood[0])
-        return True
-
-    def _comes_back(self, key: str, name: str) -> None:
-        """What was in a file at the save, in the place of what has been written anew since."""
-        kept = Path(f"{self.folder}.kept", name)
-        try:
-            copy = Path(f"{key}.coming")
-            os.link(kept, copy)
-            os.replace(copy, key)
-            copy.unlink(missing_ok=True)  # where both were one file already
-        except OSError:
-            pass  # then it is not as it stood
-
     def _becomes_real(self, handle: Any, written: dict[str, Any]) -> None:
         target = os.path.realpath(handle.name)
         key = next((key for key, lies in self.overlay.moved.items() if lies is not None and os.path.realpath(lies) == target), None)
         if key is None or key not in written:
             return
+        self._open[handle] = key
         handle.flush()
         flags = os.O_RDWR if "+" in handle.mode else os.O_WRONLY
         try:
@@ -403,64 +338,6 @@ class Files:
             self.refuse(f"{os.path.relpath(key)} cannot be opened any more: {error.strerror}")
 
 
-class Entries:
-    """In the place of `os.scandir`."""
-
-    def __init__(self, files: Files, entries: Any, folder: Any) -> None:
-        self.files, self.entries, self.folder = files, entries, folder
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        while self.files.hides(self.folder, (entry := next(self.entries)).name):
-            pass
-        return entry
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *what: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self.entries.close()
-
-
 def is_library(path: Any) -> bool:
     text = os.fsdecode(os.fspath(path)) if isinstance(path, (str, bytes, os.PathLike)) else ""
     return text.startswith((sys.prefix, sys.base_prefix)) or "__pycache__" in text or "/site-packages/" in text or "/.flatout/" in text
-
-
-def _stands(overlay: Overlay, key: str) -> list[int]:
-    """Length and time of a file; -1 where there is none."""
-    with overlay.looking():
-        try:
-            found = os.stat(key)
-        except OSError:
-            return [-1, -1]
-    return [found.st_size, found.st_mtime_ns]
-
-
-def _end_of(overlay: Overlay, key: str, size: int | None = None) -> int:
-    """Digest of the last bytes of a file, or of what were its last ones when it had ``size``."""
-    with overlay.looking():
-        try:
-            with open(key, "rb") as file:
-                size = os.fstat(file.fileno()).st_size if size is None else size
-                file.seek(max(0, size - END_BYTES))
-                return zlib.crc32(file.read(min(size, END_BYTES)))
-        except OSError:
-            return 0
-
-
-def _put_aside(key: str, aside: Path) -> None:
-    """What was made after the save; a folder only where it is empty."""
-    try:
-        if os.path.isdir(key) and not os.path.islink(key):
-            os.rmdir(key)
-        elif os.path.lexists(key):
-            aside.mkdir(parents=True, exist_ok=True)
-            os.replace(key, aside / f"{len(os.listdir(aside))}-{os.path.basename(key)}")
-    except OSError:
-        pass  # what cannot be moved stays

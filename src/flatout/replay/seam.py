@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
-from flatout.replay.skeleton import Skeleton, Skeletons
+from flatout.replay.answers import Skeletons
+from flatout.replay.skeleton import Skeleton
 from flatout.replay.world import World
 from flatout.state.randoms import random_states, set_state_of, state_of
 

@@ -1,0 +1,185 @@
+"""What a program does for its training, not done: backward passes, steps of torch's optimizers, and each function of tensors that a training computes.
+
+While a program is recorded these are only kept quiet: nothing that happens inside of them is heard, because nothing of it happens when they are played back.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NoReturn
+
+import torch
+
+from flatout.capture.ledger import Ledger
+from flatout.replay.answers import Skeletons
+from flatout.replay.skeleton import Skeleton
+from flatout.replay.tape import Tape
+
+
+class Skipping:
+    """``ledger``: of what stays in place when the seam is behind."""
+
+    def __init__(self, tape: Tape, skeletons: Skeletons, ledger: Ledger) -> None:
+        self.tape, self.skeletons, self._ledger = tape, skeletons, ledger
+        self._steps = Ledger()
+        self._until_seam = Ledger()
+        self._mode: Any = None  # of torch: it answers in the place of functions
+
+    def install(self) -> None:
+        ledger = self._ledger
+        ledger.set(torch.autograd, "backward", self._without_backward(torch.autograd.backward))
+        ledger.set(torch.autograd, "grad", self._without_grad(torch.autograd.grad))
+        for kind in (getattr(torch.optim, name) for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)):
+            if issubclass(kind, torch.optim.Optimizer) and kind not in (torch.optim.Optimizer, torch.optim.LBFGS):
+                self._steps.set(kind, "step", _without_step(kind.step, self.tape))  # before torch hooks it: its hooks are heard
+
+    # -- on the way ---------------------------------------------------------------------------------------------------------
+
+    def play(self, refuse: Callable[[str], NoReturn], begins: Callable[[], None]) -> None:
+        """Be ready; functions are answered from ``starts`` on. ``begins`` is called where the first module with weights is about to be."""
+        Skeleton.tripped = staticmethod(lambda what: refuse(f"{what} of a tensor that was not kept"))  # type: ignore[method-assign]
+        self._until_seam.set(torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__, begins))
+        self._until_seam.set(torch.nn.Parameter, "__deepcopy__", _for_real(torch.nn.Parameter.__deepcopy__))
+        function = torch.autograd.Function
+        self._until_seam.set(function, "apply", classmethod(self._with_sources(vars(function)["apply"])))
+        named = torch.autograd.profiler.record_function  # a profiler's names for what happens: a fifth of the time of a step that computes nothing
+        self._ledger.set(named, "__enter__", _unless(named.__enter__, lambda _: self.tape.going))
+        self._ledger.set(named, "__exit__", _unless(named.__exit__, lambda name: name.record is None))
+        self._mode = self.skeletons.mode()
+        self._mode.off = True
+        self._mode.__enter__()
+
+    def starts(self) -> None:
+        self._mode.off = False
+        _compiler("force_eager")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, functions do what they say."""
+        if self._mode is None:
+            yield
+            return
+        before, self._mode.off = self._mode.off, True
+        try:
+            yield
+        finally:
+            self._mode.off = before
+            if self.tape.going:
+                _compiler("force_eager")
+
+    def stops(self) -> None:
+        """At the seam: from here on functions do what they say."""
+        self._mode.off = True
+        _compiler("default")
+
+    def ends(self) -> None:
+        """Nothing of the way is in place any more. The mode may lie below modes of the program's own."""
+        above = []
+        while (mode := torch.overrides._pop_mode()) is not self._mode:
+            above.append(mode)
+        for mode in reversed(above):
+            torch.overrides._push_mode(mode)
+        self._until_seam.restore()
+
+    def _begun_by(self, really: Callable, begins: Callable[[], None]) -> Callable:
+        @wraps(really)
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.tape.began and self.tape.hears and any(True for _ in module.parameters()):
+                begins()
+            return really(module, *args, **kwargs)
+
+        return call
+
+    def _without_backward(self, really: Callable) -> Callable:
+        @wraps(really)
+        def backward(tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, grad_variables: Any = None,
+                     inputs: Any = None) -> None:
+            if not self.tape.going:
+                with self.tape.unheard:
+                    return really(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            wanted = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+            return self.skeletons.lineage.went_backward((tensors,) if isinstance(tensors, torch.Tensor) else tensors, wanted)
+
+        return backward
+
+    def _without_grad(self, really: Callable) -> Callable:
+        @wraps(really)
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.tape.going:
+                with self.tape.unheard:
+                    return really(outputs, inputs, *args, **kwargs)
+            return self.skeletons.lineage.grads(outputs, inputs)
+
+        return grad
+
+    def _with_sources(self, really: Any) -> Callable:
+        """A function with a backward pass of its own: what it gives comes from what it was given."""
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            of_class = really.__get__(None, cls)
+            if self._mode.off:
+                return of_class(*args, **kwargs)
+            with torch.no_grad():
+                found = of_class(*args, **kwargs)
+            return self.skeletons.lineage.comes_from(found, (*args, *kwargs.values()))
+
+        return apply
+
+
+def _compiler(stance: str) -> None:
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        torch.compiler.set_stance(stance)
+
+
+def _for_real(really: Callable) -> Callable:
+    @wraps(really)
+    def copied(weight: Any, *args: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return really(weight, *args)
+
+    return copied
+
+
+def _without_step(really: Callable, tape: Tape) -> Callable:
+    made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # optimizer -> weights that it has had gradients of
+
+    @wraps(really)
+    def step(optimizer: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not tape.going:
+            with tape.unheard:
+                return really(optimizer, *(() if closure is None else (_heard(closure, tape),)), *args, **kwargs)
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        moved = sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if moved > made.get(optimizer, 0):  # what it remembers has to be there, if without values
+            made[optimizer] = moved
+            with tape.unheard:
+                really(optimizer)
+        return loss
+
+    return step
+
+
+def _heard(closure: Callable, tape: Tape) -> Callable:
+    """The program's own part of a step."""
+    def call() -> Any:
+        before, tape.deaf = tape.deaf, tape.deaf - 1
+        try:
+            return closure()
+        finally:
+            tape.deaf = before
+
+    return call
+
+
+def _unless(really: Callable, skips: Callable[[Any], bool]) -> Callable:
+    @wraps(really)
+    def call(thing: Any, *args: Any) -> Any:
+        if not skips(thing):
+            return really(thing, *args)
+        return None if args else thing
+
+    return call
