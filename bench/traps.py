@@ -17,11 +17,12 @@ from typing import Any
 from provenance import RESULTS, ROOT, markdown_table, read_result, stamp, write_result
 
 sys.path.insert(0, str(ROOT / "tests" / "replay"))
-from interrupted import ONCE, TWICE, Programs, live
+from interrupted import BEFORE_ITS_NEXT_SAVE, ONCE, TWICE, Programs, live
 from traps import TRAPS, Trap
 
 OF_ITS_OWN = ("accumulator_made_inside", "list_of_losses", "own_generators")
-KILLED_ONCE, TWICE_KILLED, OWN_PROCESS = "killed once", "killed twice", "in a process of its own"
+OWN_PROCESS = "in a process of its own"
+KILLS = {"killed once": ONCE, "killed twice": TWICE, "killed twice, the second time before its next save": BEFORE_ITS_NEXT_SAVE, OWN_PROCESS: ONCE}
 SAFE = ("right", "refused", "anew", "unkilled")
 MEANS = {"right": "went on exactly", "refused": "refused in words", "anew": "began anew", "unkilled": "had come to its end before", "WRONG": "**WRONG**",
          "crashed": "**crashed**"}
@@ -29,7 +30,7 @@ MEANS = {"right": "went on exactly", "refused": "refused in words", "anew": "beg
 
 def lived(programs: Programs, name: str, trap: Trap, how: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="traps-") as place:
-        found = live(programs, Path(place), trap.in_a_process_of_its_own if how == OWN_PROCESS else trap, TWICE if how == TWICE_KILLED else ONCE)
+        found = live(programs, Path(place), trap.in_a_process_of_its_own if how == OWN_PROCESS else trap, KILLS[how])
     print(f"  {name}, {how}: {found.verdict} {found.after or ''} {found.why}".rstrip(), flush=True)
     return {"name": name, "how": how, "verdict": found.verdict, "after": found.after, "why": found.why}
 
@@ -44,7 +45,8 @@ def page(rows: list[dict[str, Any]]) -> str:
             f"{wrong} ended otherwise than undisturbed without a word.\n\nEach is {STEPS_TOLD}.\n\n{table}")
 
 
-STEPS_TOLD = "a training of 24 steps, saved after the first step and after step 10, killed after step 16 (twice: saved after 8 and 16, killed after 12 and 20)"
+STEPS_TOLD = ("a training of 24 steps, saved after the first step and after step 10, killed after step 16 (twice: saved after 8 and 16, killed after 12 and "
+              "20, or saved after 8, killed after 12 and 14)")
 
 
 def main() -> None:
@@ -54,7 +56,7 @@ def main() -> None:
     args = parser.parse_args()
     made, wanted = stamp(), set(filter(None, args.only.split(",")))
     known = {(row["name"], row["how"]): row for row in read_result("traps", made, args.out).get("lives", ())}
-    lives = [*((name, how) for name in TRAPS for how in (KILLED_ONCE, TWICE_KILLED)), *((name, OWN_PROCESS) for name in OF_ITS_OWN)]
+    lives = [(name, how) for name in TRAPS for how in KILLS if how != OWN_PROCESS or name in OF_ITS_OWN]
     programs = Programs()
     try:
         for name, how in lives:

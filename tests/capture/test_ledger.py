@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from flatout.capture.ledger import Ledger, MissingTarget
 
+torch = pytest.importorskip("torch")
+
 
 class Thing:
     shared = "class"
@@ -177,3 +179,19 @@ def test_one_failure_does_not_keep_the_others_and_is_told():
     assert order == ["last", "first"]
     ledger.restore()
     assert order == ["last", "first"]
+
+
+def clipped(x):
+    return torch.where(x > 0, x, torch.zeros_like(x))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_what_stands_in_for_a_function_of_torch_is_that_function_to_torchscript():
+    ledger, really, known = Ledger(), torch.where, dict(torch.jit._builtins._get_builtin_table())
+    ledger.set(torch, "where", lambda *args: really(*args))
+    ledger.set(torch, "where", lambda *args, within=torch.where: within(*args))
+    try:
+        assert torch.jit.script(clipped)(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
+    finally:
+        ledger.restore()
+    assert torch.jit._builtins._get_builtin_table() == known

@@ -15,7 +15,8 @@ from traps import STEPS, Trap
 
 HERE = Path(__file__).parent
 SITE = str(HERE / "site")
-ONCE, TWICE = ((10, 16),), ((8, 12), (16, 20))  # of each life that is ended early: saved after this step, and killed after that
+# Of each life that is ended early: saved after this step, and killed after that.
+ONCE, TWICE, BEFORE_ITS_NEXT_SAVE = ((10, 16),), ((8, 12), (16, 20)), ((8, 12), (99, 14))
 COMMAND = ("run", "--plan", "none", "--resume", "python", "train.py")
 GOES_ON, REFUSES = "flatout: going on exactly after step", "flatout: cannot go on exactly: "
 REFUSED = 10

@@ -11,7 +11,8 @@ from interrupted import TWICE, Programs, live
 from mutants import CHECKS
 from traps import TRAPS
 
-GOES_ON = ("own_generators", "values_steer", "clock_steers", "best_file_moved_into_place", "persistent_workers", "data_set_counts")
+GOES_ON = ("own_generators", "values_steer", "clock_steers", "best_file_moved_into_place", "persistent_workers", "data_set_counts", "tensor_of_losses",
+           "hard_samples_by_a_mask")
 REFUSED = {  # program -> words that it is refused with, of one check each
     "other_place_before_the_save": "goes another way than it did the first time",
     "reads_less_before_the_save": "has not asked for 1 values",

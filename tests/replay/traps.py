@@ -390,6 +390,17 @@ trap("log_opened_to_append", LOG.format(begin="log = open('log.txt', 'a')", writ
 trap("log_appended_each_step", LOG.format(begin="pass", write="print(step, loss, file=open('log.txt', 'a'))", close="pass"))
 trap("log_of_logging", LOG.format(begin="import logging; logging.basicConfig(filename='log.txt', level='INFO', format='%(message)s')",
                                   write="logging.info('%s %s', step, loss)", close="pass"))
+trap("file_read_each_step_and_sometimes_written_anew", """
+    for step in range(STEPS):
+        if step > 1:
+            with open("last.txt") as file:
+                optimizer.param_groups[0]["lr"] *= 1 + 0.001 * float(file.read())
+        loss = train(batch(step)).item()
+        if step % 4 == 1:
+            with open("last.txt", "w") as file:
+                file.write(f"{loss:.4f}")
+    end()
+""")
 trap("folder_must_be_new", """
     os.mkdir("out")
     for step in range(STEPS):
@@ -1179,6 +1190,29 @@ trap("thread_reads_the_same_clock", """
         train(batch(step) * (next(scale) % 1))
     print("end", next(scale), flush=True)
 """, between={"flag": ""}, itself=True)
+trap("tensor_of_losses", """
+    losses = []
+    for step in range(STEPS):
+        losses.append(train(batch(step)))
+        mean = torch.tensor([loss.detach() for loss in losses[-4:]]).mean()
+        optimizer.param_groups[0]["lr"] *= 0.99 if torch.tensor([losses[-1], mean]).argmax() else 1.01
+    end()
+""")
+trap("hard_samples_by_a_mask", """
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(5))
+    x = x[x[:, 0] > -1]
+    for step in range(STEPS):
+        each = (model(x) - x.sum(1, keepdim=True)).square()[:, 0]
+        hard = x[each > each.mean()]
+        few = x[x[:, 1] > 0.1 * step]
+        optimizer.zero_grad()
+        loss = (each[each > each.mean()].mean() + (model(hard) - hard[[True] * 2 + [False] * (len(hard) - 2)].sum()).square().mean()
+                + model(few)[(few[:, 0] > 0).numpy()].square().sum())
+        loss.backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.99 if len(hard) % 2 else 1.01
+    end()
+""")
 trap("mask_made_meanwhile", """
     for step in range(STEPS):
         if step == 8 and os.path.exists("flag"):

@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 from flatout.capture.frames import Line, is_torch, place_of, users_line
 from flatout.capture.ledger import Ledger
+from flatout.capture.masks import hear_masks
 from flatout.plan.profile import Crossing
 
 METHODS = {"item": "item", "tolist": "item", "__bool__": "item", "__float__": "item", "__int__": "item", "__index__": "item", "__complex__": "item",
@@ -43,7 +45,7 @@ class Crossings:
         torch = self.torch
         for name, kind in METHODS.items():
             self.ledger.set(torch.Tensor, name, self._heard(getattr(torch.Tensor, name), kind))
-        self.ledger.set(torch.Tensor, "__getitem__", self._indexed(torch.Tensor.__getitem__))
+        hear_masks(torch, self.ledger, self._masked)
         for name, kind in FUNCTIONS.items():
             self.ledger.set(torch, name, self._heard(getattr(torch, name), kind))
         self.ledger.set(torch, "where", self._found(torch.where))
@@ -99,17 +101,9 @@ class Crossings:
 
         return heard
 
-    def _indexed(self, really: Callable) -> Callable:
-        """Indexing by a mask: how many entries there are is only known once the mask is."""
-        @wraps(really)
-        def indexed(tensor: Any, index: Any) -> Any:
-            masks = index if isinstance(index, tuple) else (index,)
-            mask = next((each for each in masks if isinstance(each, self.torch.Tensor) and each.dtype in (self.torch.bool, self.torch.uint8)), None)
-            if mask is None or not self._counts(mask, sys._getframe(1)):
-                return really(tensor, index)
-            return self._measure("nonzero", sys._getframe(1), really, (tensor, index), {}, mask)
-
-        return indexed
+    def _masked(self, really: Callable[[], Any], mask: Any, caller: FrameType) -> Any:
+        """How many entries there are is only known once the mask is."""
+        return self._measure("nonzero", caller, really, (), {}, mask) if self._counts(mask, caller) else really()
 
     def _found(self, really: Callable) -> Callable:
         @wraps(really)

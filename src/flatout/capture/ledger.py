@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 TYPE_CHECKING = False  # every program under `flatout run` reads this file, and typing takes longer to import than all the rest
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,8 +33,10 @@ class Ledger:
         seen = getattr(owner, name, None)
         own = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else seen
         _assign(owner, name, value)
+        script = _known_to_script(seen, value)
 
         def restore() -> None:
+            script.pop(id(value), None)
             if own is _ABSENT:
                 _remove(owner, name)
             else:
@@ -83,6 +87,15 @@ class Ledger:
                 failures.append(f"{title}: {type(error).__name__}: {error}")
         if failures:
             raise RuntimeError("could not undo " + "; ".join(failures))
+
+
+def _known_to_script(function: Any, stand_in: Any) -> dict[int, str]:
+    """TorchScript knows torch's functions by their addresses, and those of none that is put in the place of one."""
+    table: dict[int, str] = getattr(sys.modules.get("torch.jit._builtins"), "_builtin_table", None) or {}
+    if id(function) not in table or id(stand_in) in table:
+        return {}
+    table[id(stand_in)] = table[id(function)]
+    return table
 
 
 def _assign(owner: Any, name: str, value: Any) -> None:

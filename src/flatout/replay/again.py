@@ -95,7 +95,9 @@ class Again(Listener):
         self._numbers: dict[int, int] = {}
         self._began_s = self._trained_s = 0.0  # when the training began, or went on; and how long it had lasted before
         self.pid = os.getpid()
-        Hearing(self.tape, ledger).install()
+        hearing = Hearing(self.tape, ledger)
+        hearing.install()
+        self.skeletons.shaped_again = hearing.shaped_again
         self.skipping.install()
         os.register_at_fork(after_in_child=self._forked)
         if state is None:

@@ -7,6 +7,7 @@ name everywhere: `torch.utils.swap_tensors` changes what a tensor is without cha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
+from flatout.capture.masks import has_mask
 from flatout.replay.lineage import ById, GradFn, Lineage
 from flatout.replay.skeleton import NOWHERE, Skeleton, is_without, meta_of, takes_gradient, tensors_in, trains
 
@@ -44,6 +46,7 @@ class Skeletons:
 
     def __init__(self, refuse: Refuse) -> None:
         self.refuse = refuse
+        self.shaped_again: Callable[[int], Any] = self._not_followed  # set by who knows: what a mask as an index has found at a place in the code
         self.memory: set[int] = set()  # where real tensors lay that were written to: others may lie there, too
         self._known: dict[Any, Any] = {}
         self._ways: dict[Any, Way] = {}
@@ -90,6 +93,8 @@ class Skeletons:
             return lambda args, kwargs: Skeleton(meta_of(args[0]))
         if name.removeprefix("get ") in READS_VALUES:
             return partial(self._values_read, name.removeprefix("get "), func)
+        if name == "__getitem__":
+            return partial(self._indexed, func)
         if name == "__setitem__":
             return lambda args, kwargs: self._written(name, func, [args[0]], args, kwargs, None)
         if name.startswith("get "):  # it is called with the tensor, and with its class
@@ -106,6 +111,13 @@ class Skeletons:
             return answered(has_gradient, func, args, kwargs)
 
         return way
+
+    def _indexed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not has_mask(args[1]):
+            return self._answered(True, func, args, kwargs)
+        found = self.shaped_again(sys._getframe(2).f_lasti)  # of who has called: the mode is between
+        found.sources = self.lineage.of(list(args)) if torch.is_grad_enabled() and takes_gradient(found.meta) else NOWHERE
+        return found
 
     def _values_read(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if any(is_without(arg) for arg in args):
@@ -164,6 +176,9 @@ class Skeletons:
         finally:
             torch.default_generator.set_state(random)
         return metas, spec, isinstance(result, torch.Tensor)
+
+    def _not_followed(self, at: int) -> NoReturn:
+        self.refuse("what a mask has found cannot be followed")
 
     # -- writing ------------------------------------------------------------------------------------------------------------
 

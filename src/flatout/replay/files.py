@@ -313,6 +313,7 @@ class Files:
             put_aside(key, aside)
         self.list.write_text("".join(json.dumps(key) + "\n" for key in made), encoding="utf-8")
         self.future |= {key for key, stood in state["written"].items() if not self.kept.stands_again(key, state["kept"].get(key), *stood)}
+        self.kept.goes_on(state["kept"])
         for handle in handles:
             self._becomes_real(handle, state["written"])
         self.looked = set(state["looked"])

@@ -13,13 +13,15 @@ import types
 import zlib
 from collections.abc import Callable
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from flatout.capture.frames import is_users
+from flatout.capture.frames import HOME, is_users
 from flatout.capture.ledger import Ledger
+from flatout.capture.masks import hear_masks
 from flatout.replay.skeleton import Skeleton, dense
 from flatout.replay.tape import Large, Tape, encoded
 from flatout.replay.world import users_modules
@@ -54,7 +56,9 @@ class Hearing:
                     ledger.set(owner, name, self._shape(getattr(owner, name)))
         ledger.set(torch, "where", self._places(torch.where))
         ledger.set(torch.nn.functional, "one_hot", self._classes(torch.nn.functional.one_hot))
-        ledger.set(torch.Tensor, "__getitem__", self._indexed(torch.Tensor.__getitem__))
+        hear_masks(torch, ledger, self._masked)
+        for name in ("tensor", "as_tensor"):
+            ledger.set(torch, name, self._made_of(getattr(torch, name)))
         self._install_clocks()
         for name in OF_DEVICES:
             ledger.set(torch.cuda, name, Clock(getattr(torch.cuda, name), self.tape))
@@ -181,11 +185,7 @@ class Hearing:
     def _shaped(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
         tape = self.tape
         if tape.going:
-            shapes = tape.take(at)
-            if isinstance(shapes, Exception):
-                raise shapes
-            found = [dense(*shape) for shape in shapes[1]]
-            return found[0] if not shapes[0] else tuple(found)
+            return self.shaped_again(at)
         tape.deaf = 1
         try:
             result = really(*args, **kwargs)
@@ -197,6 +197,30 @@ class Hearing:
             tape.deaf = 0
         tape.put([isinstance(result, tuple), [[list(each.shape), str(each.dtype).removeprefix("torch."), str(each.device)] for each in leaves]], at)
         return result
+
+    def shaped_again(self, at: int) -> Any:
+        """A skeleton, or several, of the shape that came from ``at`` in the code the first time."""
+        shapes = self.tape.take(at)
+        if isinstance(shapes, Exception):
+            raise shapes
+        found = [dense(*shape) for shape in shapes[1]]
+        return found[0] if not shapes[0] else tuple(found)
+
+    def _made_of(self, really: Callable) -> Callable:
+        """A tensor of a list with tensors in it: what it asks those of steers nothing."""
+        tape, here = self.tape, threading.get_ident
+
+        @wraps(really)
+        def made(data: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(data, (list, tuple)) or tape.deaf or here() != tape.main:
+                return really(data, *args, **kwargs)
+            tape.deaf = 1
+            try:
+                return really(data, *args, **kwargs)
+            finally:
+                tape.deaf = 0
+
+        return made
 
     def _places(self, really: Callable) -> Callable:
         """With a condition alone it gives as many places as there are."""
@@ -218,22 +242,24 @@ class Hearing:
 
         return one_hot
 
-    def _indexed(self, really: Callable) -> Callable:
-        """Indexing by a mask: how many entries there are is only known once the mask is."""
-        tape, here = self.tape, threading.get_ident
-        masks = (torch.bool, torch.uint8)
-
-        @wraps(really)
-        def heard(tensor: Any, index: Any) -> Any:
-            kind = type(index)
-            if kind is int or kind is slice or tape.deaf or here() != tape.main:
-                return really(tensor, index)
-            for each in index if kind is tuple else (index,):
-                if isinstance(each, torch.Tensor) and each.dtype in masks:
-                    return self._shaped(really, sys._getframe(1).f_lasti, (tensor, index), {})
-            return really(tensor, index)
-
-        return heard
+    def _masked(self, really: Callable[[], Any], mask: Any, caller: FrameType) -> Any:
+        """Of tensors that are there; those that a training computes are answered (`flatout.replay.answers`)."""
+        tape = self.tape
+        if tape.deaf or threading.get_ident() != tape.main:
+            return really()
+        while caller.f_back is not None and caller.f_code.co_filename.startswith(HOME):
+            caller = caller.f_back
+        if not tape.going:
+            return self._shaped(really, caller.f_lasti, (), {})
+        shape = self.shaped_again(caller.f_lasti).meta[0]
+        tape.deaf = 1
+        try:
+            found = really()
+        finally:
+            tape.deaf = 0
+        if found.shape != shape:
+            tape.refuse(f"in step {tape.steps + 1} a mask finds another number of places than the first time")
+        return found
 
 
 class Clock:

@@ -47,6 +47,11 @@ class Kept:
             if name.name not in wanted:
                 name.unlink(missing_ok=True)
 
+    def goes_on(self, names: dict[str, str]) -> None:
+        """From a save that had these. Those of saves before it stay for a while, too."""
+        self.names = dict(names)
+        self._of_saves = [set(names.values()), {name.name for name in self.folder.glob("*")}]
+
     def stands_again(self, path: str, name: str | None, mode: str, was_open: bool, end: int, *stood: int) -> bool:
         """Bring a file back to how it stood at a save; whether that could be done. ``name``: what was in it has this one, too. ``end``: `end_of` it then."""
         if how_it_stands(path) == [*stood]:
