@@ -393,11 +393,60 @@ def reentrant_checkpoint(out):
     return [model]
 
 
+def checkpointed_parts(out):
+    """Parts of the model are called once more, by themselves, in the backward pass."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model.forward = lambda x: model[1:](checkpoint(model[0], x, use_reentrant=False))
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return [model]
+
+
+def scripted(out):
+    """A ScriptModule has hooks, but no methods to set them."""
+    model = torch.jit.script(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return [model]
+
+
+def sharpness_aware(out):
+    """An optimizer that never steps itself, on the parameter groups of one that does."""
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    class Sam(torch.optim.Optimizer):
+        def __init__(self, groups):
+            super().__init__(groups, {})
+
+    sam = Sam(inner.param_groups)
+    for x, y in batches():
+        for move in (lambda: None, inner.step):
+            sam.zero_grad()
+            loss = functional.mse_loss(model(x), y)
+            loss.backward()
+            move()
+        out.append(loss.item())
+    return [model]
+
+
 PROGRAMS = [
     plain, reentrant_checkpoint, with_a_loader, next_batch_between_forward_and_backward, no_optimizer, closure, gan, critic_steps_more_often,
     one_optimizer_a_parameter, accumulation, grad_scaler, grad_scaler_switched_off, double_backward, backward_with_create_graph, loss_on_the_module,
     evaluation_in_between, duck_typed_optimizer, wrapper_optimizer, optimizer_made_anew, with_a_scheduler, autocast_of_its_own,
-    several_losses_at_once, gradients_asked_for_by_hand,
+    several_losses_at_once, gradients_asked_for_by_hand, checkpointed_parts, scripted, sharpness_aware,
 ]
 
 
@@ -433,6 +482,9 @@ def test_the_steps_are_found_and_nothing_changes(program, enter):
         (gan, {"backwards_per_step": 3, "boundaries": "optimizer"}),
         (accumulation, {"backwards_per_step": 3}),
         (reentrant_checkpoint, {"backwards_per_step": 1}),
+        (checkpointed_parts, {"roots": ["Sequential"]}),
+        (scripted, {"roots": ["RecursiveScriptModule"]}),
+        (sharpness_aware, {"backwards_per_step": 2}),
         (loss_on_the_module, {"roots": ["WithItsLoss"]}),
         (with_a_loader, {"device": "cpu", "parameters": 97, "dtypes": ["torch.float32"]}),
     ],

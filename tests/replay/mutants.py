@@ -59,6 +59,8 @@ check("threads", "what another thread reads from a clock is not the program's wa
 check("plain", "plain values are those of the save", "seam", "if differ:", "if False:",
       "process_number_kept", "uuid_kept", "drawn_before_torch")
 check("paths", "there are the same tensors", "seam", "if lost:", "if False:", "mask_made_meanwhile")
+check("together", "tensors that shared their memory share it again", "seam", "apart = self._no_longer_together(world)", "apart: set[int] = set()",
+      "weights_in_the_memory_of_another_tensor")
 check("optimizers", "there are the same optimizers", "seam", 'if list(self.state["optimizers"]) != list(world.optimizers):', "if False:",
       "optimizer_in_a_cache", beside="plain")
 check("digests", "what was there before the training is there again", "seam", "if changed:", "if False:", "large_table_through_data",
@@ -76,7 +78,7 @@ check("workers", "workers have given as many batches", "batches", 'if stood["giv
 # -- after the seam -------------------------------------------------------------------------------------------------------------
 
 check("tripped", "nothing reads a tensor that has no values", "skeleton",
-      'return Skeleton.tripped(f"{func.__name__.partition(\'.\')[0]}()")',
+      "return Skeleton.reached(func, args, kwargs or {})",
       "return func(*torch.utils._pytree.tree_map(lambda each: torch.zeros(each.meta[0], dtype=each.meta[2]) if type(each) is Skeleton else each, args), "
       "**(kwargs or {}))",
       "loader_in_a_cycle")

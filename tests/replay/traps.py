@@ -1213,6 +1213,150 @@ trap("hard_samples_by_a_mask", """
         optimizer.param_groups[0]["lr"] *= 0.99 if len(hard) % 2 else 1.01
     end()
 """)
+ROWS = """
+    data = torch.randn(96, 6, generator=torch.Generator().manual_seed(5))
+    drop = torch.nn.Dropout(0.2)
+    for epoch in range(STEPS // 6):
+        {order}
+        for rows in {rows}:
+            {x}
+            optimizer.zero_grad()
+            (model(drop(x)) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+    end()
+"""
+trap("rows_of_an_order_in_a_variable", ROWS.format(order="order = torch.randperm(96)", rows="order.split(16)", x="x = data[rows]"))
+trap("rows_of_an_order_that_only_a_loop_has", ROWS.format(order="pass", rows="torch.randperm(96).split(16)", x="x = data[rows]"))
+trap("rows_of_an_order_row_by_row", ROWS.format(order="pass", rows="torch.randperm(96).view(-1, 16)", x="x = data[rows]"))
+trap("rows_of_data_that_a_loop_goes_through", ROWS.format(order="pass", rows="zip(data.split(16), data.flip(0).split(16))", x="x, y = rows"))
+trap("rows_of_data_in_pairs", ROWS.format(order="pass", rows="enumerate(zip(data.split(16), data[1:].split(16)))", x="at, (x, y) = rows"))
+trap("weights_in_the_memory_of_another_tensor", """
+    for step in range(STEPS):
+        loss = train(batch(step))
+        if step % 4 == 1:
+            with torch.no_grad():
+                flat = torch.cat([weight.flatten() for weight in model.parameters()]) * 0.9
+                at = 0
+                for weight in model.parameters():
+                    weight.data = flat[at:at + weight.numel()].view_as(weight)
+                    at += weight.numel()
+        if step % 4 == 3:
+            flat.mul_(1.1)
+    end(flat)
+""")
+trap("weights_moved_slowly_by_their_data", """
+    import copy
+    slow = copy.deepcopy(model)
+    for step in range(STEPS):
+        loss = train(batch(step))
+        for a, b in zip(model.parameters(), slow.parameters()):
+            b.data = b.data * 0.9 + a.data * 0.1
+    end(*slow.parameters())
+""")
+trap("sequences_packed", """
+    torch.manual_seed(3)
+    from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+    lstm = torch.nn.LSTM(6, 5, num_layers=2, bidirectional=True, dropout=0.1, batch_first=True)
+    optimizer.add_param_group({"params": [*lstm.parameters()]})
+    for step in range(STEPS):
+        lengths = torch.randint(1, 9, (4,), generator=torch.Generator().manual_seed(step))
+        x = torch.randn(4, int(lengths.max()), 6, generator=torch.Generator().manual_seed(step))
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        rows, (_, cell) = lstm(packed)
+        rows, how_long = pad_packed_sequence(rows, batch_first=True)
+        loss = rows.square().sum() / how_long.sum() + cell.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    end(*lstm.parameters())
+""")
+trap("computed_again_in_the_backward_pass", """
+    from torch.utils.checkpoint import checkpoint
+    drop = torch.nn.Dropout(0.2)
+    for step in range(STEPS):
+        x = batch(step)
+        optimizer.zero_grad()
+        loss = (checkpoint(lambda x: drop(model(x).tanh()), x, use_reentrant=False) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+    end()
+""")
+trap("hooks_of_a_backward_pass", """
+    norms = []
+    model.register_full_backward_hook(lambda module, inner, outer: norms.append(outer[0].norm().item()))
+    for step in range(STEPS):
+        train(batch(step))
+    end(*norms)
+""")
+trap("another_module_each_step", """
+    for step in range(STEPS):
+        net = torch.nn.Sequential(model, torch.nn.Tanh())
+        optimizer.zero_grad()
+        loss = (net(batch(step)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+    end()
+""")
+trap("stream_that_draws", """
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            for _ in range(4 * STEPS):
+                yield torch.randn(6)
+    torch.manual_seed(1)
+    for epoch in range(2):
+        for step, x in zip(range(STEPS // 2), torch.utils.data.DataLoader(Stream(), batch_size=4)):
+            train(x)
+    end()
+""")
+trap("counts_by_places", """
+    counts, table = torch.zeros(3, 3), [[0, 0], [0, 0]]
+    for step in range(STEPS):
+        x = batch(step)
+        train(x)
+        found = (model(x)[:, 0] > 0).long()
+        for true, told in zip((x[:, 0] > 0).long(), found):
+            counts[true, told] += 1
+            table[true][told] += 1
+        optimizer.param_groups[0]["lr"] *= 0.99 if counts[0, 0] > counts[1, 1] else 1.01
+    end(counts, table)
+""")
+trap("folder_that_is_free", """
+    number = 1
+    while os.path.exists(f"run-{number}"):
+        number += 1
+    os.mkdir(f"run-{number}")
+    for step in range(STEPS):
+        loss = train(batch(step))
+        if step % 5 == 4:
+            torch.save(model.state_dict(), f"run-{number}/{step}.pt")
+    end(number, sorted(os.listdir(f"run-{number}")), digest(*torch.load(f"run-{number}/19.pt").values()))
+""")
+trap("sharpness_aware", """
+    class Sam(torch.optim.Optimizer):
+        def __init__(self, weights):
+            super().__init__(weights, {"lr": 0.05})
+            self.inner = torch.optim.SGD(self.param_groups, lr=0.05, momentum=0.9)
+            self.param_groups = self.inner.param_groups
+        @torch.no_grad()
+        def up(self):
+            for weight in self.param_groups[0]["params"]:
+                self.state[weight]["before"] = weight.data.clone()
+                weight.add_(weight.grad * 0.01)
+            self.zero_grad()
+        @torch.no_grad()
+        def down(self):
+            for weight in self.param_groups[0]["params"]:
+                weight.data = self.state[weight]["before"]
+            self.inner.step()
+            self.zero_grad()
+    del optimizer
+    sam = Sam(model.parameters())
+    for step in range(STEPS):
+        for move in (sam.up, sam.down):
+            (model(batch(step)) - 1).square().mean().backward()
+            move()
+    end()
+""")
 trap("mask_made_meanwhile", """
     for step in range(STEPS):
         if step == 8 and os.path.exists("flag"):

@@ -130,8 +130,9 @@ def _tensor(name: str, value: Any, torch: Any) -> TensorSeen:
     whole = not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype != torch.bool
     if whole and value.device.type == "cpu" and type(value) is torch.Tensor and 0 < value.numel() <= MOST_ENTRIES:
         flat = value.detach().reshape(-1)
-        low, high = int(flat.argmin()), int(flat.argmax())
-        seen.low, seen.high = int(flat[low]), int(flat[high])
+        read = torch._C.TensorBase.item  # whoever listens to what Python asks of tensors is not to hear us
+        low, high = read(flat.argmin()), read(flat.argmax())
+        seen.low, seen.high = read(flat[low]), read(flat[high])
         seen.where_low, seen.where_high = _unravel(low, seen.shape), _unravel(high, seen.shape)
     return seen
 

@@ -16,9 +16,10 @@ from flatout.capture.ledger import Ledger
 Heard = Callable[[Callable[[], Any], Any, FrameType], Any]
 
 
-def hear_masks(torch: Any, ledger: Ledger, heard: Heard) -> None:
+def hear_masks(torch: Any, ledger: Ledger, heard: Heard, others: Callable[[Any, FrameType], None] = lambda found, frame: None) -> None:
     """``heard(really, mask, frame)`` is called in the place of each indexing in which the first of the tensors with a mask's type is ``mask``, by code in
-    ``frame``; ``really()`` does it. Costs 4 us of each indexing by tensors, nothing of one by numbers and slices."""
+    ``frame``; ``really()`` does it. ``others(found, frame)`` is told what one by other tensors has found. Costs 4 us of each indexing by tensors, nothing of
+    one by numbers and slices."""
     index, masks = torch.ops.aten.index.Tensor, (torch.bool, torch.uint8)
     # Below autograd, above the devices: all tensors pass through this key, and nobody has a kernel there.
     key = torch._C.DispatchKey.BackendSelect
@@ -26,9 +27,11 @@ def hear_masks(torch: Any, ledger: Ledger, heard: Heard) -> None:
 
     def kernel(keys: Any, tensor: Any, indices: Sequence[Any]) -> Any:
         for each in indices:
-            if each is not None and each.dtype in masks:
+            if each is not None and each.dtype in masks and not each.is_meta:
                 return heard(lambda: index.redispatch(keys & below, tensor, indices), each, sys._getframe(1))
-        return index.redispatch(keys & below, tensor, indices)
+        found = index.redispatch(keys & below, tensor, indices)
+        others(found, sys._getframe(1))
+        return found
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("index.Tensor", kernel, key.name, with_keyset=True)

@@ -301,6 +301,8 @@ class Scene:
         known = self._roots.get(key)
         if known is not None and known() is module:
             return
+        if self._in_backward and any(module is part for root in self.roots for part in root.modules()):
+            return  # a checkpoint computes it again
         if not any(p.requires_grad for p in module.parameters()):
             if isinstance(module, self.torch.nn.modules.loss._Loss):
                 self._losses[key] = weakref.ref(module)
@@ -308,9 +310,10 @@ class Scene:
         self._roots[key] = weakref.ref(module)
         self.compiled_by_script |= _is_compiled(module)
         if len(self._roots) <= ROOTS_THAT_MAKE_SENSE:
+            hooked = self.torch.nn.Module  # a ScriptModule has hooks, but no methods to set them
             self._root_hooks[key] = [
-                module.register_forward_pre_hook(self._root_begins, with_kwargs=True, prepend=True),
-                module.register_forward_hook(self._root_ends),
+                hooked.register_forward_pre_hook(module, self._root_begins, with_kwargs=True, prepend=True),
+                hooked.register_forward_hook(module, self._root_ends),
             ]
             self._keep_out_of_pickles()
             self._root_begins(module, args, {})  # this very call has passed its own pre-hooks already
@@ -377,7 +380,11 @@ class Scene:
         @wraps(grad)
         def grad_heard(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             scene.create_graph_seen |= _creates_graph(args, kwargs)
-            return grad(outputs, inputs, *args, **kwargs)
+            before, scene._in_backward = scene._in_backward, True
+            try:
+                return grad(outputs, inputs, *args, **kwargs)
+            finally:
+                scene._in_backward = before
 
         return grad_heard
 
@@ -436,10 +443,20 @@ class Scene:
             return
         if id(optimizer) not in self._optimizers:
             self._meet(optimizer)
+        if not self.steps:
+            self._forget_wrappers(optimizer)
         self.optimizer_events += 1
         self.listener.optimizer_end(optimizer)
         if self.boundaries.optimizer_stepped(id(optimizer)):
             self._step_ended()
+
+    def _forget_wrappers(self, optimizer: Any) -> None:
+        """One that lives on the parameter groups of another need never step itself: that of SAM has two methods of its own, and the other one steps."""
+        groups = {id(group) for group in optimizer.param_groups}
+        for key, known in list(self._optimizers.items()):
+            wrapper = known()
+            if wrapper is not None and wrapper is not optimizer and any(id(group) in groups for group in wrapper.param_groups):
+                self.boundaries.optimizer_gone(key)
 
     def optimizer_left_out(self, optimizer: Any) -> None:
         """A GradScaler found infinite gradients and did not call the optimizer; the cycle has ended all the same."""

@@ -109,7 +109,7 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
         except FlatoutError as error:
             refuse(str(error).rstrip("."))
     way = Way(journal, state, several=ranks.size > 1, shows=asked["shows"], fetches=FETCHES in os.environ)
-    again = Again(way, Outside(ranks.say, refuse, astray, lambda: _tidy(folder), seam, left_alone, seconds), rescue, ledger, own_generators)
+    again = Again(way, Outside(ranks.say, refuse, astray, lambda: _tidy(folder, journal.name), seam, left_alone, seconds), rescue, ledger, own_generators)
     atexit.register(_ended, again, rescue)
     rescue.beside = Told(again, journal.name, ranks, appointment.launch if appointment is not None else 0)
     if appointment is not None:
@@ -277,9 +277,11 @@ def _digest_of(file: str) -> str:
         return ""
 
 
-def _tidy(folder: Path) -> None:
-    """Journals of runs that nobody can go on from any more, and what lies beside them."""
+def _tidy(folder: Path, own: str) -> None:
+    """Journals of runs that nobody can go on from any more, and what lies beside them. What this one has made before its training lies beside its ``own``."""
     for path in folder.glob(f"{JOURNAL}*"):
+        if path.name.startswith(own):
+            continue
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -116,6 +116,8 @@ class Rescue(Listener):
 
     def backward_begin(self, losses: tuple) -> None:
         if not self._inside:  # a forward pass that nobody has heard: of no module, or inside a compiled function
+            if self.beside is not None and self._active and not self.scene.boundaries.by_backward:
+                return  # with an optimizer, it is gone on with from before its step, where there is no graph in flight
             self._step_begins(late=True)
 
     def backward_end(self) -> None:
@@ -141,8 +143,8 @@ class Rescue(Listener):
 
     def _step_begins(self, late: bool = False) -> None:
         """All of the step before is done; ``late``: something of this one, too."""
-        if self.torch.compiler.is_compiling():
-            return  # a hook that is being compiled with the model: the backward pass will be heard
+        if self.torch.compiler.is_compiling() or self.torch._C._are_functorch_transforms_active():
+            return  # a hook that is compiled with the model, or hears of stand-ins for tensors: what comes next will be heard
         self._inside, self._between = late, not late
         if self._active and (self._due or (self._pending is not None and self.agrees(True, self.scene.steps))):
             self._due = False

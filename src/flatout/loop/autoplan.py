@@ -125,8 +125,9 @@ class Autoplan:
         slow = self._clock.elapsed_ms(self._start, self._clock.mark()) > SLOW_TICK_MS
         self._replica = StepReplica(self.scene, self.applier, (), slow)
         keep_out_of_pickles(self.scene.torch, self._ledger, Autoplan)
-        self._ledger.call("forward pre-hook", self.model.register_forward_pre_hook(self._forward_begins, with_kwargs=True, prepend=True).remove)
-        self._ledger.call("forward hook", self.model.register_forward_hook(self._forward_ended).remove)
+        hooked = self.scene.torch.nn.Module
+        self._ledger.call("forward pre-hook", hooked.register_forward_pre_hook(self.model, self._forward_begins, with_kwargs=True, prepend=True).remove)
+        self._ledger.call("forward hook", hooked.register_forward_hook(self.model, self._forward_ended).remove)
 
     def _forward_begins(self, model: Any, args: tuple, kwargs: dict) -> None:
         if self._inside and self._replica is not None and self.scene.torch.is_grad_enabled():

@@ -49,7 +49,7 @@ def first_bad_module(torch: Any, model: Any, call: Callable[[], Any]) -> str:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return f"parameter {wrong[0]}{more} is not finite: an update before this step has made it so (too large a learning rate, or a gradient without end)"
     seen: list[str] = []
-    hooks = [module.register_forward_hook(_listener(name or type(model).__name__, module, seen), always_call=False) for name, module in model.named_modules()]
+    hooks = [torch.nn.Module.register_forward_hook(module, _listener(name or type(model).__name__, module, seen)) for name, module in model.named_modules()]
     try:
         with torch.no_grad():
             call()

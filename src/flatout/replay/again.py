@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from flatout.plan import pulse
 from flatout.plan.errors import FlatoutError, StorageError
 from flatout.replay.answers import Skeletons
 from flatout.replay.batches import Batches
+from flatout.replay.drawn import Drawn
 from flatout.replay.files import Files
 from flatout.replay.hearing import Hearing
 from flatout.replay.quiet import Quiet
@@ -92,12 +94,14 @@ class Again(Listener):
         self._origins: Origins | None = None
         self._draws: Draws | None = None
         self._call: Any = None
-        self._numbers: dict[int, int] = {}
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # modules that are called by themselves, in order
+        self._numbered = 0
         self._began_s = self._trained_s = 0.0  # when the training began, or went on; and how long it had lasted before
         self.pid = os.getpid()
-        hearing = Hearing(self.tape, ledger)
+        self.drawn = Drawn(self.tape, ledger)
+        hearing = Hearing(self.tape, ledger, self.skeletons.lineage.comes_from, self.drawn.taken)
         hearing.install()
-        self.skeletons.shaped_again = hearing.shaped_again
+        self.skeletons.shaped_again, self.skeletons.taken = hearing.shaped_again, self.drawn.taken
         self.skipping.install()
         os.register_at_fork(after_in_child=self._forked)
         if state is None:
@@ -170,7 +174,7 @@ class Again(Listener):
             self.tape.journal.flush()
 
     def _also(self) -> dict[str, Any]:
-        return {"call": self._call}
+        return {"call": self._call, **self.drawn.held()}
 
     def _begins(self) -> None:
         """The first batch is taken, or the first module called: what was made before was made for real."""
@@ -216,7 +220,10 @@ class Again(Listener):
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
         self._begins()
         self._call = root, args, kwargs
-        if self._event(FORWARD + 16 * self._numbers.setdefault(id(root), len(self._numbers))):
+        if root not in self._numbers:
+            self._numbers[root] = self._numbered
+            self._numbered += 1
+        if self._event(FORWARD + 16 * self._numbers[root]):
             self._passes_on(self.saving.forward_begin, root, args, kwargs)
         self._call = None
 
@@ -281,8 +288,9 @@ class Again(Listener):
             self.refuse(f"the program draws random numbers itself ({' and '.join(drawn)}), in turns with what is skipped. Give its data set a "
                          f"generator of its own, or workers")
         seam, world = Seam(saved, self.skeletons, self._origins, self.refuse), World().look(frame, self._also())
-        seam.compare(world)
+        seam.compare(world, self.batches.waiting())
         self.skipping.ends()
+        self.files.come_out()  # before workers are started, which would live on in the shelter
         said = self.batches.go_on(saved["batches"])
         if said:
             self.refuse("; ".join(said))

@@ -10,14 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
 
 from flatout.capture.masks import has_mask
-from flatout.replay.lineage import ById, GradFn, Lineage
-from flatout.replay.skeleton import NOWHERE, Skeleton, is_without, meta_of, takes_gradient, tensors_in, trains
+from flatout.replay.lineage import ById, GradFn, Handle, Lineage
+from flatout.replay.skeleton import NOWHERE, Skeleton, is_without, meta_of, takes_gradient, tensors_in, trains, without_gaps
 
 Refuse = Callable[[str], NoReturn]
 Way = Callable[[tuple, dict[str, Any]], Any]
@@ -38,6 +39,7 @@ READS_VALUES = frozenset(("data_ptr", "storage", "untyped_storage", "_typed_stor
                           "share_memory_", "__reduce_ex__", "__deepcopy__"))
 IN_PLACE = frozenset(("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__",
                       "__ixor__", "__ilshift__", "__irshift__"))
+PACKED = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 SHAPING = frozenset(("squeeze_", "unsqueeze_", "transpose_", "t_", "resize_", "resize_as_", "as_strided_", "swapaxes_", "swapdims_"))
 
 
@@ -47,6 +49,7 @@ class Skeletons:
     def __init__(self, refuse: Refuse) -> None:
         self.refuse = refuse
         self.shaped_again: Callable[[int], Any] = self._not_followed  # set by who knows: what a mask as an index has found at a place in the code
+        self.taken: Callable[[Any, FrameType], None] = lambda rows, caller: None  # set by who counts what is taken by an order
         self.memory: set[int] = set()  # where real tensors lay that were written to: others may lie there, too
         self._known: dict[Any, Any] = {}
         self._ways: dict[Any, Way] = {}
@@ -85,6 +88,8 @@ class Skeletons:
 
     def _found_way(self, func: Any, name: str) -> Way:
         special = self._special.get(name.removeprefix("get "))
+        if name == "data.__set__":
+            return self._data_set
         if name in NATIVE or name.endswith(("__set__", "__delete__")) or (name.startswith("get ") and name[4:] in GETTERS):
             return lambda args, kwargs: func(*args, **kwargs)
         if special is not None:
@@ -95,38 +100,80 @@ class Skeletons:
             return partial(self._values_read, name.removeprefix("get "), func)
         if name == "__getitem__":
             return partial(self._indexed, func)
+        if name == "_pad_packed_sequence":
+            return self._padded
+        if name in PACKED:
+            return partial(self._of_packed, func)
         if name == "__setitem__":
             return lambda args, kwargs: self._written(name, func, [args[0]], args, kwargs, None)
         if name.startswith("get "):  # it is called with the tensor, and with its class
-            return lambda args, kwargs: self._answered(name[4:] not in WITHOUT_GRADIENT, func, args[:1], {})
+            return lambda args, kwargs: self.answered(func, args[:1], {}, name[4:] not in WITHOUT_GRADIENT)
         if name.startswith(("_foreach_", "_fused_", "_amp_")):
             return partial(self._many, name, func)
         if (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE:
             return partial(self._in_place, name, func)
-        answered, has_gradient = self._answered, name not in WITHOUT_GRADIENT
+        answered, has_gradient = self.answered, name not in WITHOUT_GRADIENT
 
         def way(args: tuple, kwargs: dict[str, Any]) -> Any:
             if kwargs and kwargs.get("out") is not None:
                 return self._in_place(name, func, args, kwargs)
-            return answered(has_gradient, func, args, kwargs)
+            return answered(func, args, kwargs, has_gradient)
 
         return way
 
     def _indexed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not has_mask(args[1]):
-            return self._answered(True, func, args, kwargs)
+            if _has_order(args[1]):
+                self.taken(None, sys._getframe(2))
+            return self.answered(func, (args[0], _any_place(args[1])), kwargs)
         found = self.shaped_again(sys._getframe(2).f_lasti)  # of who has called: the mode is between
         found.sources = self.lineage.of(list(args)) if torch.is_grad_enabled() and takes_gradient(found.meta) else NOWHERE
         return found
 
+    def _of_packed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A recurrent network. Of packed sequences it gives an output a row, and hidden states like those that it was given."""
+        if not (isinstance(args[1], torch.Tensor) and args[1].dtype is torch.int64):
+            return self.answered(func, args, kwargs)
+        packed, _, hidden, *_, both_ways = args
+        hidden = hidden if isinstance(hidden, tuple) else (hidden,)
+        width = hidden[0].shape[-1] * (2 if both_ways else 1)
+        size, _, dtype, device = meta_of(packed)
+        found = (Skeleton(((size[0], width), (width, 1), dtype, device)), *(Skeleton(meta_of(each)) for each in hidden))
+        return self.lineage.comes_from(found, args)
+
+    def _padded(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Packed sequences, as rows of one length again."""
+        packed, sizes, batch_first, _, longest = args
+        counts = torch._C.TensorBase.tolist(sizes)  # they are there; nobody is to hear of it
+        rows, steps = counts[0], max(len(counts), longest)
+        size = (*((rows, steps) if batch_first else (steps, rows)), *packed.shape[1:])
+        found = Skeleton((size, without_gaps(size), packed.dtype, packed.device))
+        lengths = torch.tensor([sum(count > row for count in counts) for row in range(rows)])
+        return self.lineage.comes_from(found, (packed,)), lengths
+
+    def _data_set(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Weights keep what they have, in the shape that they get."""
+        target, value = args
+        if type(value) is Skeleton or trains(value):
+            if target.requires_grad and type(target) is not Skeleton:
+                if target.shape != value.shape or target.dtype != value.dtype:
+                    size, stride, dtype, device = meta_of(value)
+                    target.data = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            else:
+                self._swap(target, Skeleton(meta_of(value), self.lineage.of(target)))
+        elif type(target) is Skeleton:
+            self._swap(target, Skeleton(meta_of(value), target.sources))
+        else:
+            target.data = value
+
     def _values_read(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if name == "__deepcopy__":  # beside what was copied already
+            return Skeleton(args[0].meta) if type(args[0]) is Skeleton else func(*args)
         if any(is_without(arg) for arg in args):
-            if name == "__deepcopy__":
-                return Skeleton(args[0].meta)
             self.refuse(f"the program uses {name} of a tensor that its training computed, which cannot be followed")
         return func(*args, **kwargs)
 
-    def _answered(self, has_gradient: bool, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def answered(self, func: Any, args: tuple, kwargs: dict[str, Any], has_gradient: bool = True) -> Any:
         """What a function gives for arguments like these, as skeletons that know where they come from."""
         try:
             key: Any = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else (), _casts() if autocasts() else None)
@@ -211,7 +258,7 @@ class Skeletons:
         if kwargs.get("out") is not None:
             return self._in_place(name, func, args, kwargs)
         if not name.endswith("_"):
-            return self._answered(True, func, args, kwargs)
+            return self.answered(func, args, kwargs)
         if not any(is_without(each) for each in (*args, *kwargs.values())):
             return func(*args, **kwargs)
         first = args[0] if name.startswith("_foreach_") else args
@@ -261,7 +308,7 @@ class Skeletons:
     def _hook(self, tensor: Any, hook: Any) -> Any:
         if type(tensor) is not Skeleton:
             return tensor.register_hook(hook)
-        return _Handle()
+        return Handle()
 
     def _backward(self, tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:
         torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
@@ -270,7 +317,7 @@ class Skeletons:
 
     def _to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         func = torch.Tensor.to if not (args and isinstance(args[0], str) and args[0].startswith("torch.")) else torch.Tensor.type
-        found = self._answered(True, func, (tensor, *args), kwargs)
+        found = self.answered(func, (tensor, *args), kwargs)
         if found.meta == (tensor.meta if type(tensor) is Skeleton else meta_of(tensor)) and not kwargs.get("copy"):
             return tensor
         return found
@@ -279,13 +326,21 @@ class Skeletons:
     def _from_values(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """`torch.tensor` looks into lists by itself."""
         if isinstance(data, torch.Tensor):
-            return self._answered(True, torch.as_tensor, (data, *args), kwargs)
+            return self.answered(torch.as_tensor, (data, *args), kwargs)
         zeros = pytree.tree_map(lambda each: torch.zeros(each.meta[0], dtype=each.meta[2]) if type(each) is Skeleton else each, data)
         return Skeleton(meta_of(torch.tensor(zeros, *args, **kwargs)))
 
 
-class _Handle:
-    def remove(self) -> None: ...
+def _has_order(index: Any) -> bool:
+    """Whether somebody takes rows by a list of their numbers."""
+    return any(isinstance(each, list) or getattr(each, "ndim", 0) > 0 for each in (index if isinstance(index, tuple) else (index,)))
+
+
+def _any_place(index: Any) -> Any:
+    """A number in a tensor chooses one place: which one is nothing to the shape."""
+    if isinstance(index, tuple):
+        return tuple(map(_any_place, index))
+    return 0 if isinstance(index, torch.Tensor) and index.dim() == 0 and not index.is_floating_point() else index
 
 
 def _casts() -> Any:

@@ -9,6 +9,7 @@ A data set without indices, and batches that hold more than tensors, are fetched
 
 from __future__ import annotations
 
+import numbers
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
@@ -83,7 +85,7 @@ class Batches:
         def next_index(iterator: Any) -> Any:
             index = really(iterator)
             if tape.hears and (iterator._dataset_kind == 0 or not iterator._num_workers):  # workers without indices end in any order
-                tape.event(hash(tuple(index)) if type(index) is list else hash(index) if type(index) is int else BEGAN)
+                tape.event(_order(index))
             return index
 
         return next_index
@@ -221,6 +223,11 @@ class Batches:
                 found[number] = {"given": real.flatout_given, "standing": list(real.flatout_standing)}
         return {"workers": found, "fetched": sorted(self.fetched)}
 
+    def waiting(self) -> list[Any]:
+        """Tensors of batches that real workers have made already, and nobody has taken."""
+        tasks = [task for ref in self.iterators if (iterator := ref()) is not None for task in vars(iterator).get("_task_info", {}).values()]
+        return [leaf for leaf in pytree.tree_leaves(tasks) if isinstance(leaf, torch.Tensor)]
+
     def go_on(self, place: dict[str, Any]) -> list[str]:
         """Iterators that were brought here become real. What cannot, in words."""
         said = []
@@ -343,3 +350,10 @@ def _made(told: Any) -> Any:
         return {key: _made(value) for key, value in inside}
     made = [_made(each) for each in inside]
     return made if kind == "list" else tuple(made)
+
+
+def _order(index: Any) -> int:
+    """What a sampler has given, as a number that is the same in each process: those of None and of objects are not."""
+    if isinstance(index, list):
+        return hash(tuple(index)) if all(issubclass(kind, (numbers.Integral, str)) for kind in set(map(type, index))) else BEGAN
+    return hash(index) if isinstance(index, (numbers.Integral, str)) else BEGAN

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from flatout.capture.bootstrap import AfterImport
 from flatout.capture.ledger import Ledger
 from flatout.capture.overlay import Overlay
 from flatout.capture.shelter import Shelter
@@ -47,6 +48,7 @@ class Files:
         self.looked: set[str] = set()  # files that it looked for before it began to train
         self.states: set[str] = set()  # what it has written by torch.save
         self._looking = Ledger()
+        self._awaited: AfterImport | None = None
         self._played: dict[str, int] = {}
         self._open: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # handle -> path of what is written through it
         self.hollow: set[str] = set()  # saved by torch on the way: in the shelter there is an empty file in their place
@@ -66,6 +68,11 @@ class Files:
         for owner in (torch, torch.jit):
             ledger.set(owner, "save", self._saved(owner.save))
         ledger.set(torch, "load", self._loaded(torch.load))
+        if (writer := sys.modules.get("safetensors.torch")) is not None:
+            self._heard_too(writer)
+        elif self._awaited is None:
+            self._awaited = AfterImport({"safetensors.torch": self._heard_too})
+            sys.meta_path.insert(0, self._awaited)
         pickle: Any = sys.modules["pickle"]  # torch has imported it and the next; that it writes is heard, nothing is read with it
         started: Any = sys.modules["subprocess"]
         ledger.set(pickle, "dump", self._dumped(pickle.dump))
@@ -75,6 +82,10 @@ class Files:
             ledger.set(numpy.memmap, "__new__", self._mapped(numpy.memmap.__new__))
         ledger.set(os, "system", self._reaches_out(os.system, "it starts other programs while it trains"))
         ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it keeps a database", always=True))
+
+    def _heard_too(self, writer: Any) -> None:
+        for name in ("save_file", "save_model"):
+            self._ledger.set(writer, name, self._saved(getattr(writer, name)))
 
     def looks(self) -> None:
         """Until the training begins: which files it looks for."""
@@ -143,9 +154,9 @@ class Files:
     def _dumped(self, really: Callable) -> Callable:
         """A file that is written on the way is thrown away."""
         @wraps(really)
-        def dump(thing: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        def dump(obj: Any, file: Any, *args: Any, **kwargs: Any) -> None:
             if not (self.tape.going and self.tape.hears and file in self._open):
-                really(thing, file, *args, **kwargs)
+                really(obj, file, *args, **kwargs)
 
         return dump
 
@@ -173,14 +184,15 @@ class Files:
 
     def _saved(self, really: Callable) -> Callable:
         @wraps(really)
-        def save(thing: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        def save(*args: Any, **kwargs: Any) -> Any:
+            f = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
             key = self._hears(f) if isinstance(f, (str, os.PathLike)) else None
             if key is not None:
                 self._writes(key, "w")
                 self._saves(key)
             if self.tape.going and self.tape.hears:
                 return self._as_if_saved(key)
-            return really(thing, f, *args, **kwargs)
+            return really(*args, **kwargs)
 
         return save
 
@@ -303,9 +315,12 @@ class Files:
                 return
             number -= times
 
+    def come_out(self) -> None:
+        """Paths lead to the real files again."""
+        self._ledger.restore()
+
     def go_on(self, state: dict[str, Any]) -> None:
         """The real files take the place of those that were written on the way."""
-        self._ledger.restore()
         handles = [handle for handle in self._open if not handle.closed]
         aside = Path(f"{self.folder}.after")
         made, all_made = state["made"], self._all_made()

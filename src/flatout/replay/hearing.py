@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from types import FrameType
 from typing import Any
@@ -39,8 +39,10 @@ OF_DEVICES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "ma
 
 
 class Hearing:
-    def __init__(self, tape: Tape, ledger: Ledger) -> None:
-        self.tape, self.ledger = tape, ledger
+    """``comes_from`` tells a skeleton what it was computed from; ``taken`` is told of what was taken from a tensor that is there, and by whose code."""
+
+    def __init__(self, tape: Tape, ledger: Ledger, comes_from: Callable[[Any, Iterable[Any]], Any], taken: Callable[[Any, FrameType], None]) -> None:
+        self.tape, self.ledger, self.comes_from, self.taken = tape, ledger, comes_from, taken
         self._dates: dict[str, Any] = {}
         self._heard: types.ModuleType | None = None
 
@@ -56,7 +58,8 @@ class Hearing:
                     ledger.set(owner, name, self._shape(getattr(owner, name)))
         ledger.set(torch, "where", self._places(torch.where))
         ledger.set(torch.nn.functional, "one_hot", self._classes(torch.nn.functional.one_hot))
-        hear_masks(torch, ledger, self._masked)
+        hear_masks(torch, ledger, self._masked, self._taken)
+        ledger.set(torch._VF, "_pack_padded_sequence", self._packed(torch._VF._pack_padded_sequence))
         for name in ("tensor", "as_tensor"):
             ledger.set(torch, name, self._made_of(getattr(torch, name)))
         self._install_clocks()
@@ -122,22 +125,22 @@ class Hearing:
         follows = FROM_A_SEED if really.__name__ == "tolist" else None
 
         @wraps(really)
-        def heard(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def heard(*args: Any, **kwargs: Any) -> Any:
             if tape.deaf or here() != tape.main:
-                return really(tensor, *args, **kwargs)
+                return really(*args, **kwargs)
             caller = sys._getframe(1)
             if caller.f_code is follows:
                 tape.deaf = 1  # a mode calls us again
                 try:
-                    return really(tensor, *args, **kwargs)
+                    return really(*args, **kwargs)
                 finally:
                     tape.deaf = 0
             at = caller.f_lasti
             if tape.going:
-                return self._answer(really, at, (tensor, *args), kwargs)
+                return self._answer(really, at, args, kwargs)
             tape.deaf = 1
             try:
-                value = really(tensor, *args, **kwargs)
+                value = really(*args, **kwargs)
             except Exception as error:
                 tape.put(error, at)
                 raise
@@ -185,7 +188,7 @@ class Hearing:
     def _shaped(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
         tape = self.tape
         if tape.going:
-            return self.shaped_again(at)
+            return self._shaped_again(really, at, args, kwargs)
         tape.deaf = 1
         try:
             result = really(*args, **kwargs)
@@ -197,6 +200,19 @@ class Hearing:
             tape.deaf = 0
         tape.put([isinstance(result, tuple), [[list(each.shape), str(each.dtype).removeprefix("torch."), str(each.device)] for each in leaves]], at)
         return result
+
+    def _shaped_again(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
+        found = self.shaped_again(at)
+        if self.tape.began:  # tensors may be there that were drawn after other draws than the first time
+            return found
+        self.tape.deaf = 1
+        try:
+            again = really(*args, **kwargs)
+        finally:
+            self.tape.deaf = 0
+        if [each.shape for each in pytree.tree_leaves(again)] != [each.shape for each in pytree.tree_leaves(found)]:
+            self.tape.refuse(f"in step {self.tape.steps + 1} it finds another number of places in a tensor than the first time")
+        return again
 
     def shaped_again(self, at: int) -> Any:
         """A skeleton, or several, of the shape that came from ``at`` in the code the first time."""
@@ -221,6 +237,33 @@ class Hearing:
                 tape.deaf = 0
 
         return made
+
+    def _packed(self, really: Callable) -> Callable:
+        """Sequences of several lengths, packed: the lengths say how many are how long, and that many are computed with."""
+        tape, here = self.tape, threading.get_ident
+
+        @wraps(really)
+        def pack(padded: Any, lengths: Any, *args: Any) -> Any:
+            if tape.deaf or here() != tape.main:
+                return really(padded, lengths, *args)
+            at = sys._getframe(1).f_lasti
+            if tape.going and tape.began:
+                sizes = tape.take(at)
+                packed = dense([sum(sizes), *padded.shape[2:]], str(padded.dtype).removeprefix("torch."), str(padded.device))
+                return self.comes_from(packed, (padded,)), torch.tensor(sizes)
+            tape.deaf = 1
+            try:
+                found = really(padded, lengths, *args)
+                sizes = found[1].tolist()
+            finally:
+                tape.deaf = 0
+            if not tape.going:
+                tape.put(sizes, at)
+            elif tape.take(at) != sizes:
+                tape.refuse(f"in step {tape.steps + 1} it packs sequences of other lengths than the first time")
+            return found
+
+        return pack
 
     def _places(self, really: Callable) -> Callable:
         """With a condition alone it gives as many places as there are."""
@@ -247,19 +290,16 @@ class Hearing:
         tape = self.tape
         if tape.deaf or threading.get_ident() != tape.main:
             return really()
-        while caller.f_back is not None and caller.f_code.co_filename.startswith(HOME):
-            caller = caller.f_back
-        if not tape.going:
-            return self._shaped(really, caller.f_lasti, (), {})
-        shape = self.shaped_again(caller.f_lasti).meta[0]
-        tape.deaf = 1
-        try:
-            found = really()
-        finally:
-            tape.deaf = 0
-        if found.shape != shape:
-            tape.refuse(f"in step {tape.steps + 1} a mask finds another number of places than the first time")
-        return found
+        return self._shaped(really, _past_us(caller).f_lasti, (), {})
+
+    def _taken(self, rows: Any, caller: FrameType) -> None:
+        self.taken(rows, _past_us(caller))
+
+
+def _past_us(frame: FrameType) -> FrameType:
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(HOME):
+        frame = frame.f_back
+    return frame
 
 
 class Clock:

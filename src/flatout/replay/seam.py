@@ -30,6 +30,7 @@ MOST_READ_BYTES = 1 << 25  # of what is compared, each time: who writes past tor
 MOST_BYTES = 1 << 30  # of tensors that are no module's
 USUAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 SHOWN = 4
+DRAWN = "<drawn "  # paths of what nobody but a loop may hold (`flatout.replay.drawn`)
 
 
 class Origins:
@@ -38,7 +39,8 @@ class Origins:
     def __init__(self, world: World, everything: bool) -> None:
         """``everything``: also what no variable leads to."""
         found = {id(tensor): tensor for tensor in (*world.tensors.values(), *(living() if everything else ()))}
-        self._versions = {key: (tensor, tensor._version) for key, tensor in found.items() if not tensor.is_inference()}
+        lazy = torch.nn.parameter.is_lazy
+        self._versions = {key: (tensor, tensor._version) for key, tensor in found.items() if not lazy(tensor) and not tensor.is_inference()}
         self._digests: dict[tuple[int, int], int] = {}
 
     def let_go(self) -> None:
@@ -90,9 +92,11 @@ def state_of_world(world: World, origins: Origins) -> tuple[dict[str, Any], list
     """As `flatout.state.values.pack` takes it; and why a program could not be gone on with exactly from here."""
     tensors, grads, digests, left, about = {}, {}, {}, [], {}
     small = other = read = 0
+    sparse = False
     for path, tensor in world.tensors.items():
         if tensor.is_leaf and tensor.grad is not None:
             grads[path] = tensor.grad
+            sparse |= tensor.grad.layout is not torch.strided
         if type(tensor) not in USUAL or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_inference():
             left.append(path)
             continue
@@ -111,6 +115,7 @@ def state_of_world(world: World, origins: Origins) -> tuple[dict[str, Any], list
         tensors[path] = tensor
         about[path] = [str(tensor.device), bool(tensor.requires_grad), tensor.grad_fn is not None, list(_storage_of(tensor))]
     unsound = [] if world.complete else ["it holds more objects than can be looked through"]
+    unsound += ["its gradients are sparse"] * sparse
     return {"tensors": tensors, "grads": grads, "digests": digests, "left": left, "about": about, "plain": dict(world.plain),
             "optimizers": {path: _state_of_optimizer(optimizer) for path, optimizer in world.optimizers.items()},
             "generators": {path: state_of(generator) for path, generator in world.generators.items()},
@@ -142,15 +147,26 @@ class Seam:
     def __init__(self, state: dict[str, Any], skeletons: Skeletons, origins: Origins, refuse: Callable[[str], NoReturn]) -> None:
         self.state, self.skeletons, self.origins, self.refuse = state, skeletons, origins, refuse
 
-    def compare(self, world: World) -> None:
-        """Whether the program has come to what it was. Refuses where it has not."""
+    def _align(self, world: World) -> None:
+        """What only a loop holds may have been held by a graph, too, which is not there now: then nobody asks for it. The other way round, nobody knows it."""
+        drawn = {path for path in (*self.state["tensors"], *self.state["digests"], *self.state["left"]) if path.startswith(DRAWN)}
+        for path in drawn - set(world.tensors):
+            for part in ("tensors", "digests", "grads", "about"):
+                self.state[part].pop(path, None)
+        self.state["left"] = [path for path in self.state["left"] if path not in drawn or path in world.tensors]
+        for path in [path for path in world.tensors if path.startswith(DRAWN) and path not in drawn]:
+            del world.tensors[path]
+
+    def compare(self, world: World, waiting: list[Any]) -> None:
+        """Whether the program has come to what it was. Refuses where it has not. ``waiting``: tensors that are as they should be."""
         before, now = self.state["plain"], world.plain
         differ = [_differs(name, value, now[name], world.leaves[name]) for name, value in before.items() if name in now and now[name] != value]
         differ += [f"`{name}` is not there any more" for name in before if name not in now] + [f"`{name}` was not there" for name in now if name not in before]
         if differ:
             self.refuse(f"the program has come to the place of the save with other values: {'; '.join(differ[:SHOWN])}{_more(differ)}")
+        self._align(world)
         paths = [*self.state["tensors"], *self.state["digests"], *self.state["left"]]
-        self._look_for_others(world)
+        self._look_for_others(world, waiting)
         lost = sorted(set(paths) ^ set(world.tensors))
         if lost:
             self.refuse(f"the program has come to the place of the save with other tensors: {', '.join(f'`{path}`' for path in lost[:SHOWN])}{_more(lost)}")
@@ -161,31 +177,42 @@ class Seam:
         if changed:
             self.refuse(f"{', '.join(f'`{path}`' for path in changed[:SHOWN])}{_more(changed)} had other values before the training began")
 
-    def _look_for_others(self, world: World) -> None:
+    def _look_for_others(self, world: World, waiting: list[Any]) -> None:
         """Tensors that no variable leads to: those without values stop whoever reads them; those that look as if they had some are what nobody can put back."""
         gc.collect()
         self.origins.let_go()
-        known = {id(tensor) for tensor in world.tensors.values()} | {id(leaf) for leaf in pytree.tree_leaves(self.state) if isinstance(leaf, torch.Tensor)}
+        known = {id(tensor) for tensor in (*world.tensors.values(), *waiting)}
+        known |= {id(leaf) for leaf in pytree.tree_leaves(self.state) if isinstance(leaf, torch.Tensor)}
         known |= {id(leaf) for optimizer in world.optimizers.values() for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, torch.Tensor)}
         known |= {id(tensor.grad) for tensor in world.tensors.values() if type(tensor) is not Skeleton and tensor.is_leaf and tensor.grad is not None}
         known |= {id(tensor._base) for tensor in world.tensors.values() if type(tensor) is not Skeleton and tensor._base is not None}  # of a view
+        there = {id(tensor) for path, tensor in world.tensors.items() if type(tensor) is not Skeleton and path not in self.state["left"]}
         others = [tensor for tensor in living() if id(tensor) not in known and type(tensor) is not Skeleton
-                  and (not self.origins.unchanged(tensor) or self._was_written_to(tensor))]
+                  and (not self.origins.unchanged(tensor) or self._was_written_to(tensor))
+                  and id(tensor._base) not in there]  # what a part of those lies in is put back with them: rows of a variable that a loop goes through
         if others:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in others[:SHOWN])
             self.refuse(f"{len(others)} tensors are held where no variable leads to them (of shape {shapes}{_more(others)}), and their values were not kept")
 
     def _was_written_to(self, tensor: Any) -> bool:
         """By another name for its memory."""
-        return type(tensor) in USUAL and tensor.layout is torch.strided and not tensor.is_meta and tensor.untyped_storage().data_ptr() in self.skeletons.memory
+        if type(tensor) not in USUAL or tensor.layout is not torch.strided or tensor.is_meta:
+            return False
+        try:
+            return tensor.untyped_storage().data_ptr() in self.skeletons.memory
+        except NotImplementedError:  # what torch.func sees in the place of one
+            return False
 
     def put_back(self, world: World) -> None:
         state = self.state
         memory: dict[int, Any] = {}
+        apart = self._no_longer_together(world)
         for path, values in state["tensors"].items():
             target = world.tensors[path]
             device, wants_grad, has_graph, lies = state["about"][path]
-            if type(target) is Skeleton:
+            if lies[0] in apart and type(target) is not Skeleton:
+                target.data = _placed(values, device, lies, memory)
+            elif type(target) is Skeleton:
                 made = _placed(values, device, lies, memory)
                 if wants_grad:
                     made.requires_grad_()
@@ -194,8 +221,9 @@ class Seam:
                 torch.utils.swap_tensors(target, made)
                 self.origins.forget(target)
             elif target.size() == values.size() and target.dtype == values.dtype:
-                with torch.no_grad():
-                    target.detach().copy_(values)
+                if target.requires_grad or not _same_bits(target, values):  # a graph in flight may hold what has not changed, in its version
+                    with torch.no_grad():
+                        target.detach().copy_(values)
             else:
                 target.data = values.to(device)
         for path, tensor in world.tensors.items():
@@ -214,6 +242,14 @@ class Seam:
         for path, generator in world.generators.items():
             if path not in state["generators"] or not set_state_of(torch, generator, state["generators"][path]):
                 self.refuse(f"`{path}` was another kind of random generator")
+
+    def _no_longer_together(self, world: World) -> set[int]:
+        """Memory that tensors shared at the save and do not share now: a weight has been given that of another tensor, which had no values on the way."""
+        places: dict[int, set[int]] = {}
+        for path in self.state["tensors"]:
+            target, (where, *_) = world.tensors[path], self.state["about"][path][3]
+            places.setdefault(where, set()).add(0 if type(target) is Skeleton else target.untyped_storage().data_ptr())
+        return {where for where, found in places.items() if len(found) > 1}
 
     def _put_back_optimizer(self, optimizer: Any, kept: dict[str, Any]) -> None:
         weights, devices = _weights_of(optimizer), iter(kept["devices"])
@@ -244,6 +280,10 @@ def _in_place_of(there: Any, value: Any) -> Any:
         with torch.no_grad():
             there.copy_(value)
     return there
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    return bool(_bytes_of(one) == _bytes_of(other))
 
 
 def _placed(values: Any, device: str, lies: list[int], memory: dict[int, Any]) -> Any:

@@ -6,7 +6,7 @@ without values after the seam refuses everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,26 +29,33 @@ class Skeleton(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """An operation that reached a skeleton past the mode, or after the seam."""
-        return Skeleton.tripped(f"{func.__name__.partition('.')[0]}()")
+        """An operation that reached a skeleton past the mode: from C++, or after the seam."""
+        return Skeleton.reached(func, args, kwargs or {})
 
     @staticmethod
-    def tripped(what: str) -> Any:
-        """Set by who brings the program to its save: hears of it, and does not return."""
-        raise RuntimeError(f"{what} of a tensor that has no values")
+    def reached(func: Any, args: Any, kwargs: Any) -> Any:
+        """Set by who brings the program to its save: answers, or does not return."""
+        raise RuntimeError(f"{func} of a tensor that has no values")
 
 
 def meta_of(tensor: Any) -> tuple[Any, ...]:
-    return tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.device
+    """Of a sparse one, those that it would have without gaps: what is computed with it has none."""
+    size = tuple(tensor.size())
+    return size, tensor.stride() if tensor.layout is torch.strided else without_gaps(size), tensor.dtype, tensor.device
 
 
 def dense(shape: list[int], dtype: str, device: str) -> Any:
     """A skeleton without gaps."""
+    return Skeleton((tuple(shape), without_gaps(shape), getattr(torch, dtype), torch.device(device)))
+
+
+def without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
+    """Its strides."""
     strides, size = [], 1
     for extent in reversed(shape):
         strides.append(size)
         size *= max(extent, 1)
-    return Skeleton((tuple(shape), tuple(reversed(strides)), getattr(torch, dtype), torch.device(device)))
+    return tuple(reversed(strides))
 
 
 def takes_gradient(meta: Any) -> bool:
@@ -63,7 +70,7 @@ def trains(value: Any, depth: int = 3) -> bool:
     if kind is int or kind is float or value is None or kind is str or kind is bool:
         return False
     if isinstance(value, torch.Tensor):
-        return value.requires_grad
+        return value.requires_grad and not torch.nn.parameter.is_lazy(value)
     if isinstance(value, (list, tuple)):
         return depth > 0 and any(trains(each, depth - 1) for each in value)
     return kind is dict and depth > 0 and any(trains(each, depth - 1) for each in value.values())

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from flatout.capture.ledger import Ledger
-from flatout.replay.answers import Skeletons
+from flatout.replay.answers import SHAPING, Skeletons
 from flatout.replay.skeleton import Skeleton
 from flatout.replay.tape import Tape
 
@@ -41,11 +41,14 @@ class Skipping:
 
     def play(self, refuse: Callable[[str], NoReturn], begins: Callable[[], None]) -> None:
         """Be ready; functions are answered from ``starts`` on. ``begins`` is called where the first module with weights is about to be."""
-        Skeleton.tripped = staticmethod(lambda what: refuse(f"{what} of a tensor that was not kept"))  # type: ignore[method-assign]
+        Skeleton.reached = staticmethod(self._reached)  # type: ignore[method-assign]
+        self._refuse = refuse
         self._until_seam.set(torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__, begins))
         self._until_seam.set(torch.nn.Parameter, "__deepcopy__", _for_real(torch.nn.Parameter.__deepcopy__))
         function = torch.autograd.Function
         self._until_seam.set(function, "apply", classmethod(self._with_sources(vars(function)["apply"])))
+        for side in ("setup_input_hook", "setup_output_hook"):  # of a module's backward hooks
+            self._until_seam.set(torch.utils.hooks.BackwardHook, side, lambda hook, given: given)
         named = torch.autograd.profiler.record_function  # a profiler's names for what happens: a fifth of the time of a step that computes nothing
         self._ledger.set(named, "__enter__", _unless(named.__enter__, lambda _: self.tape.going))
         self._ledger.set(named, "__exit__", _unless(named.__exit__, lambda name: name.record is None))
@@ -84,6 +87,16 @@ class Skipping:
         for mode in reversed(above):
             torch.overrides._push_mode(mode)
         self._until_seam.restore()
+
+    def _reached(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation of a skeleton that the mode has not seen: TorchScript's, say."""
+        name = func.__name__.partition(".")[0]
+        if not self._mode.off:
+            if not func._schema.is_mutable:
+                return self.skeletons.answered(func, args, kwargs)
+            if type(args[0]) is Skeleton and name.endswith("_") and name not in SHAPING:  # that is what it writes to, and gives back
+                return self.skeletons.lineage.comes_from(args[0], args)
+        return self._refuse(f"{name}() of a tensor that was not kept")
 
     def _begun_by(self, really: Callable, begins: Callable[[], None]) -> Callable:
         @wraps(really)

@@ -53,6 +53,7 @@ HOLDING: tuple[type, ...] = (
     itertools.takewhile, itertools.dropwhile, itertools.zip_longest, type(iter([])), type(iter(())), type(iter({}.values())), type(iter({}.items())))
 OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
 OF_OPTIMIZERS = ("defaults", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_optimizer_")  # as torch's own begin
+CHECKPOINTS = "/torch/utils/checkpoint.py"  # of torch's own functions, those that keep something for later: random states
 NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 
 
@@ -106,7 +107,7 @@ def _frames(frame: FrameType | None) -> list[tuple[str, dict[str, Any], bool]]:
     found = []
     while frame is not None:
         code = frame.f_code
-        if code.co_flags & inspect.CO_OPTIMIZED and not is_torch(code.co_filename) and not code.co_filename.startswith((HOME, "<")):
+        if code.co_flags & inspect.CO_OPTIMIZED and not _is_torchs(code.co_filename) and not code.co_filename.startswith((HOME, "<")):
             found.append((code.co_qualname, variables_of(frame, always=True), is_users(code.co_filename)))
         frame = frame.f_back
     counted: dict[str, int] = {}
@@ -115,6 +116,10 @@ def _frames(frame: FrameType | None) -> list[tuple[str, dict[str, Any], bool]]:
         counted[name] = counted.get(name, 0) + 1
         named.append((f"{name}()" if counted[name] == 1 else f"{name}()#{counted[name]}", variables, users))
     return named
+
+
+def _is_torchs(file: str) -> bool:
+    return is_torch(file) and not file.endswith(CHECKPOINTS)
 
 
 class _Walk:
@@ -126,7 +131,7 @@ class _Walk:
         self._leaves: list[str] = []
 
     def variable(self, path: str, name: str, value: Any, users: bool = True) -> None:
-        if name.startswith("__") or name == "_" or isinstance(value, CLOSED):
+        if name.startswith("__") or isinstance(value, CLOSED):
             return
         self._digest, self._marks, self._leaves = 0, "", []
         self._visit(path, value, users, 0)
@@ -241,7 +246,8 @@ class _Walk:
         self._visit(f"{path}.__dict__", vars(function), users, depth)
 
     def _generator(self, path: str, generator: Any, users: bool, depth: int) -> None:
-        if generator.gi_frame is not None and is_users(generator.gi_code.co_filename):
+        file = generator.gi_code.co_filename
+        if generator.gi_frame is not None and (is_users(file) or file.endswith(CHECKPOINTS)):
             for name, value in variables_of(generator.gi_frame, always=True).items():
                 self._visit(f"{path}.{name}", value, users, depth)
 

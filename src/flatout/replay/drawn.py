@@ -1,0 +1,47 @@
+"""Orders and rows of samples that no variable leads to: `for rows in data[torch.randperm(n)].split(16)` holds them where nobody can look."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+import torch
+
+from flatout.capture.frames import is_users
+from flatout.capture.ledger import Ledger
+from flatout.replay.tape import Tape
+
+
+class Drawn:
+    """Those that the program's own code has drawn, or taken by an order, while something is left of them: by the way that it had gone, and the place in its
+    code, which are the same in both lives."""
+
+    def __init__(self, tape: Tape, ledger: Ledger) -> None:
+        self.tape = tape
+        self._way = self._count = 0
+        self._living: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        ledger.set(torch, "randperm", self._heard(torch.randperm))
+
+    def held(self) -> dict[str, Any]:
+        return {f"drawn {name}": rows for name, rows in sorted(self._living.items())}
+
+    def taken(self, rows: Any, caller: FrameType) -> None:
+        """``rows``: None for some that have no values on the way."""
+        if self.tape.hears and is_users(caller.f_code.co_filename):
+            self._count = self._count + 1 if self.tape.flow == self._way else 0
+            self._way = self.tape.flow
+            if rows is not None:
+                self._living[f"{self._way & (1 << 64) - 1:x} {caller.f_lasti} {self._count}"] = rows
+
+    def _heard(self, really: Callable) -> Callable:
+        @wraps(really)
+        def randperm(*args: Any, **kwargs: Any) -> Any:
+            order = really(*args, **kwargs)
+            self.taken(order, sys._getframe(1))
+            return order
+
+        return randperm
