@@ -176,7 +176,7 @@ def test_without_workers(kind, draws, batch, drop_last, noise, at):
     assert goes_on(make, at, training=True) == (True, [], 0)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(kind=st.sampled_from(KINDS), draws=DRAWS, batch=st.integers(1, 4), workers=st.sampled_from([1, 2, 4]), persistent=st.booleans(), noise=st.booleans(),
        own_seeds=st.booleans(), at=st.integers(1, 60))
 @example(kind="shuffled", draws={"torch", "python", "numpy", "own", "counter"}, batch=2, workers=2, persistent=True, noise=True, own_seeds=True, at=9)
