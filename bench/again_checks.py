@@ -7,13 +7,12 @@ is off in both cases.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from provenance import RESULTS, ROOT, markdown_table, read_result, stamp, write_result
+from provenance import ROOT, markdown_table, read_result, some_or_all, stamp, write_result
 
 sys.path.insert(0, str(ROOT / "tests" / "replay"))
 from interrupted import Programs, live
@@ -66,16 +65,12 @@ def told(found: dict[str, str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="names of checks, with commas; rows of others are kept as they were")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
-    args = parser.parse_args()
-    made, wanted = stamp(), set(filter(None, args.only.split(",")))
+    args, made = some_or_all(__doc__, "checks"), stamp()
     known = {row["name"]: row for row in read_result("again_checks", made, args.out).get("checks", ())}
     programs = Programs()
     try:
         for name, check in CHECKS.items():
-            if not wanted or name in wanted:
+            if not args.only or name in args.only:
                 known[name] = measured(programs, name, check)
     finally:
         programs.close()

@@ -7,6 +7,7 @@ the programs it starts. Results are a Markdown page and the raw records beside i
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -153,6 +154,16 @@ def write_result(theme: str, made: Mapping[str, Any], page: str, raw: Mapping[st
 def dense(record: Any) -> str:
     """JSON with a line for each item, and one line for each list of numbers."""
     return re.sub(r"\[[\s\d.eE,+-]+\]", lambda numbers: " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]"), json.dumps(record, indent=1)) + "\n"
+
+
+def some_or_all(doc: str | None, what: str) -> argparse.Namespace:
+    """What the command line of a benchmark of many things asks for. ``only``: names of some, whose rows are made anew; empty for all. ``out``: a folder."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help=f"names of {what}, with commas; rows of others are kept as they were")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
+    asked = parser.parse_args()
+    asked.only = set(filter(None, asked.only.split(",")))
+    return asked
 
 
 def read_result(theme: str, made: Mapping[str, Any], folder: Path = RESULTS) -> dict[str, Any]:
