@@ -35,29 +35,26 @@ def batches(count=CYCLES, size=16):
 # Each program trains CYCLES steps and answers its modules, so that their weights can be compared. ------------------
 
 
-def plain(out):
-    model = network()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for x, y in batches():
+def steps(out, model, optimizer, data):
+    for x, y in data:
         optimizer.zero_grad()
         loss = functional.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
         out.append(loss.item())
     return [model]
+
+
+def plain(out):
+    model = network()
+    return steps(out, model, torch.optim.Adam(model.parameters(), lr=0.01), batches())
 
 
 def with_a_loader(out):
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = [(x[0], y[0]) for x, y in batches(CYCLES * 4, 1)]
-    for x, y in torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2)):
-        optimizer.zero_grad()
-        loss = functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        out.append(loss.item())
-    return [model]
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2))
+    return steps(out, model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
 
 
 def next_batch_between_forward_and_backward(out):
@@ -398,28 +395,14 @@ def checkpointed_parts(out):
     from torch.utils.checkpoint import checkpoint
 
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model.forward = lambda x: model[1:](checkpoint(model[0], x, use_reentrant=False))
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss = functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        out.append(loss.item())
-    return [model]
+    return steps(out, model, torch.optim.SGD(model.parameters(), lr=0.01), batches())
 
 
 def scripted(out):
     """A ScriptModule has hooks, but no methods to set them."""
     model = torch.jit.script(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss = functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        out.append(loss.item())
-    return [model]
+    return steps(out, model, torch.optim.SGD(model.parameters(), lr=0.01), batches())
 
 
 def sharpness_aware(out):

@@ -263,7 +263,7 @@ class Again(Listener):
         set_random_states(torch, state["start"])
         self._quiet = Quiet(self.outside.refuse, shows)
         self.files.play(state["files"])
-        self.skipping.play(self.refuse, self._begins)
+        self.skipping.play(self._begins)
 
     def _seam(self, frame: FrameType) -> None:
         """The program stands where it was saved, with skeletons for tensors: it becomes the one that was saved."""

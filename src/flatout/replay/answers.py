@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from flatout.capture.masks import has_mask
 from flatout.replay.lineage import ById, GradFn, Handle, Lineage
-from flatout.replay.skeleton import NOWHERE, Skeleton, is_without, meta_of, takes_gradient, tensors_in, trains, without_gaps
+from flatout.replay.skeleton import NOWHERE, Skeleton, is_without, meta_of, takes_gradient, tensors_in, trains, whole
 
 Refuse = Callable[[str], NoReturn]
 Way = Callable[[tuple, dict[str, Any]], Any]
@@ -137,8 +137,7 @@ class Skeletons:
         packed, _, hidden, *_, both_ways = args
         hidden = hidden if isinstance(hidden, tuple) else (hidden,)
         width = hidden[0].shape[-1] * (2 if both_ways else 1)
-        size, _, dtype, device = meta_of(packed)
-        found = (Skeleton(((size[0], width), (width, 1), dtype, device)), *(Skeleton(meta_of(each)) for each in hidden))
+        found = (whole((packed.shape[0], width), packed.dtype, packed.device), *(Skeleton(meta_of(each)) for each in hidden))
         return self.lineage.comes_from(found, args)
 
     def _padded(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -147,7 +146,7 @@ class Skeletons:
         counts = torch._C.TensorBase.tolist(sizes)  # they are there; nobody is to hear of it
         rows, steps = counts[0], max(len(counts), longest)
         size = (*((rows, steps) if batch_first else (steps, rows)), *packed.shape[1:])
-        found = Skeleton((size, without_gaps(size), packed.dtype, packed.device))
+        found = whole(size, packed.dtype, packed.device)
         lengths = torch.tensor([sum(count > row for count in counts) for row in range(rows)])
         return self.lineage.comes_from(found, (packed,)), lengths
 

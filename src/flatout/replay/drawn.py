@@ -15,6 +15,8 @@ from flatout.capture.frames import is_users
 from flatout.capture.ledger import Ledger
 from flatout.replay.tape import Tape
 
+DRAWN = "drawn "  # so their names begin
+
 
 class Drawn:
     """Those that the program's own code has drawn, or taken by an order, while something is left of them: by the way that it had gone, and the place in its
@@ -27,7 +29,7 @@ class Drawn:
         ledger.set(torch, "randperm", self._heard(torch.randperm))
 
     def held(self) -> dict[str, Any]:
-        return {f"drawn {name}": rows for name, rows in sorted(self._living.items())}
+        return {f"{DRAWN}{name}": rows for name, rows in sorted(self._living.items())}
 
     def taken(self, rows: Any, caller: FrameType) -> None:
         """``rows``: None for some that have no values on the way."""

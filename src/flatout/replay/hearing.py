@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from flatout.capture.frames import HOME, is_users
 from flatout.capture.ledger import Ledger
 from flatout.capture.masks import hear_masks
-from flatout.replay.skeleton import Skeleton, dense
+from flatout.replay.skeleton import Skeleton, dense, whole
 from flatout.replay.tape import Large, Tape, encoded
 from flatout.replay.world import users_modules
 
@@ -205,11 +205,8 @@ class Hearing:
         found = self.shaped_again(at)
         if self.tape.began:  # tensors may be there that were drawn after other draws than the first time
             return found
-        self.tape.deaf = 1
-        try:
+        with self.tape.unheard:
             again = really(*args, **kwargs)
-        finally:
-            self.tape.deaf = 0
         if [each.shape for each in pytree.tree_leaves(again)] != [each.shape for each in pytree.tree_leaves(found)]:
             self.tape.refuse(f"in step {self.tape.steps + 1} it finds another number of places in a tensor than the first time")
         return again
@@ -230,11 +227,8 @@ class Hearing:
         def made(data: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(data, (list, tuple)) or tape.deaf or here() != tape.main:
                 return really(data, *args, **kwargs)
-            tape.deaf = 1
-            try:
+            with tape.unheard:
                 return really(data, *args, **kwargs)
-            finally:
-                tape.deaf = 0
 
         return made
 
@@ -249,14 +243,11 @@ class Hearing:
             at = sys._getframe(1).f_lasti
             if tape.going and tape.began:
                 sizes = tape.take(at)
-                packed = dense([sum(sizes), *padded.shape[2:]], str(padded.dtype).removeprefix("torch."), str(padded.device))
+                packed = whole((sum(sizes), *padded.shape[2:]), padded.dtype, padded.device)
                 return self.comes_from(packed, (padded,)), torch.tensor(sizes)
-            tape.deaf = 1
-            try:
+            with tape.unheard:
                 found = really(padded, lengths, *args)
                 sizes = found[1].tolist()
-            finally:
-                tape.deaf = 0
             if not tape.going:
                 tape.put(sizes, at)
             elif tape.take(at) != sizes:

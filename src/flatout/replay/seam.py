@@ -21,6 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from flatout.replay.answers import Skeletons
+from flatout.replay.drawn import DRAWN
 from flatout.replay.skeleton import Skeleton
 from flatout.replay.world import World
 from flatout.state.randoms import random_states, set_state_of, state_of
@@ -30,7 +31,6 @@ MOST_READ_BYTES = 1 << 25  # of what is compared, each time: who writes past tor
 MOST_BYTES = 1 << 30  # of tensors that are no module's
 USUAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 SHOWN = 4
-DRAWN = "<drawn "  # paths of what nobody but a loop may hold (`flatout.replay.drawn`)
 
 
 class Origins:
@@ -149,12 +149,12 @@ class Seam:
 
     def _align(self, world: World) -> None:
         """What only a loop holds may have been held by a graph, too, which is not there now: then nobody asks for it. The other way round, nobody knows it."""
-        drawn = {path for path in (*self.state["tensors"], *self.state["digests"], *self.state["left"]) if path.startswith(DRAWN)}
+        drawn = {path for path in (*self.state["tensors"], *self.state["digests"], *self.state["left"]) if path.startswith(f"<{DRAWN}")}
         for path in drawn - set(world.tensors):
             for part in ("tensors", "digests", "grads", "about"):
                 self.state[part].pop(path, None)
         self.state["left"] = [path for path in self.state["left"] if path not in drawn or path in world.tensors]
-        for path in [path for path in world.tensors if path.startswith(DRAWN) and path not in drawn]:
+        for path in [path for path in world.tensors if path.startswith(f"<{DRAWN}") and path not in drawn]:
             del world.tensors[path]
 
     def compare(self, world: World, waiting: list[Any]) -> None:

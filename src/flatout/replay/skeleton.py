@@ -45,8 +45,13 @@ def meta_of(tensor: Any) -> tuple[Any, ...]:
 
 
 def dense(shape: list[int], dtype: str, device: str) -> Any:
+    """As the tape spells it."""
+    return whole(tuple(shape), getattr(torch, dtype), torch.device(device))
+
+
+def whole(size: tuple[int, ...], dtype: Any, device: Any) -> Any:
     """A skeleton without gaps."""
-    return Skeleton((tuple(shape), without_gaps(shape), getattr(torch, dtype), torch.device(device)))
+    return Skeleton((size, without_gaps(size), dtype, device))
 
 
 def without_gaps(shape: Sequence[int]) -> tuple[int, ...]:

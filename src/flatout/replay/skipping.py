@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -39,10 +39,9 @@ class Skipping:
 
     # -- on the way ---------------------------------------------------------------------------------------------------------
 
-    def play(self, refuse: Callable[[str], NoReturn], begins: Callable[[], None]) -> None:
-        """Be ready; functions are answered from ``starts`` on. ``begins`` is called where the first module with weights is about to be."""
+    def play(self, begins: Callable[[], None]) -> None:
+        """Be ready; functions are answered from ``starts`` on. ``begins`` is called before the first call of a module with weights."""
         Skeleton.reached = staticmethod(self._reached)  # type: ignore[method-assign]
-        self._refuse = refuse
         self._until_seam.set(torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__, begins))
         self._until_seam.set(torch.nn.Parameter, "__deepcopy__", _for_real(torch.nn.Parameter.__deepcopy__))
         function = torch.autograd.Function
@@ -96,7 +95,7 @@ class Skipping:
                 return self.skeletons.answered(func, args, kwargs)
             if type(args[0]) is Skeleton and name.endswith("_") and name not in SHAPING:  # that is what it writes to, and gives back
                 return self.skeletons.lineage.comes_from(args[0], args)
-        return self._refuse(f"{name}() of a tensor that was not kept")
+        return self.skeletons.refuse(f"{name}() of a tensor that was not kept")
 
     def _begun_by(self, really: Callable, begins: Callable[[], None]) -> Callable:
         @wraps(really)
