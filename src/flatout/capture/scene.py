@@ -23,6 +23,7 @@ from flatout.capture.batches import rows, samples_in
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Guarded, Listener
 from flatout.capture.loaders import FeedRule, LoaderRule, Loaders, way_of
+from flatout.capture.optimizers import Optimizers
 from flatout.capture.pickles import keep_out_of_pickles, without_hooks
 from flatout.capture.scalers import Scalers
 from flatout.capture.steps import StepBoundaries
@@ -55,9 +56,8 @@ class Scene:
         self._pickles_guarded = False
         self._roots: dict[int, weakref.ref] = {}
         self._losses: dict[int, weakref.ref] = {}
-        self._optimizers: dict[int, weakref.ref] = {}
+        self._optimizers = Optimizers(self.boundaries)
         self._depth = 0
-        self._in_optimizer: list[int] = []
         self._in_backward = False
         self._backwards_at_step = 0
         self._discovery: list[Any] = []
@@ -76,7 +76,7 @@ class Scene:
 
     @property
     def optimizers(self) -> list[Any]:
-        return [optimizer for ref in self._optimizers.values() if (optimizer := ref()) is not None]
+        return self._optimizers.alive
 
     @property
     def loss_modules(self) -> list[Any]:
@@ -203,7 +203,7 @@ class Scene:
         self._roots = {id(root): weakref.ref(root) for root in roots}
         self._losses = {id(loss): weakref.ref(loss) for loss in losses}
         for optimizer in optimizers:
-            self._meet(optimizer)
+            self._optimizers.meet(optimizer)
         self.compiled_by_script = any(map(_is_compiled, self.roots))
         for loader in loaders:
             self._loaders.meet(loader)
@@ -219,12 +219,7 @@ class Scene:
     def install(self) -> None:
         """Put the hooks in place. Called once, right after torch was imported."""
         torch, ledger = self.torch, self.ledger
-        from torch.optim import optimizer as optimizers
-
-        for register, hook in ((optimizers.register_optimizer_step_pre_hook, self._optimizer_begins),
-                               (optimizers.register_optimizer_step_post_hook, self._optimizer_ends)):
-            ledger.call("optimizer step hook", register(hook).remove)
-        ledger.set(optimizers.Optimizer, "__init__", self._wrap_optimizer_init(optimizers.Optimizer.__init__))
+        self._optimizers.hear(ledger, self)
         ledger.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
         ledger.set(torch.autograd, "grad", self._wrap_grad(torch.autograd.grad))
         self._loaders.hear_making(ledger)
@@ -367,7 +362,7 @@ class Scene:
             finally:
                 scene._in_backward = False
             scene.backwards += 1
-            scene.closure_steps |= bool(scene._in_optimizer)
+            scene.closure_steps |= scene._optimizers.stepping
             scene.boundaries.backward_ended()
             scene.listener.backward_end()
             return result
@@ -398,65 +393,19 @@ class Scene:
 
         return init_heard
 
-    # -- optimizers -------------------------------------------------------------------------------------------------
+    # -- optimizers, and the ends of steps --------------------------------------------------------------------------
 
-    def _wrap_optimizer_init(self, init: Callable) -> Callable:
-        scene = self
+    def optimizer_begins(self, optimizer: Any) -> None:
+        self.listener.optimizer_begin(optimizer)
+        self._do_then()
 
-        @wraps(init)
-        def init_heard(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            init(optimizer, *args, **kwargs)
-            if not scene.asleep:
-                scene._meet(optimizer)
-
-        return init_heard
-
-    def _meet(self, optimizer: Any) -> None:
-        key = id(optimizer)
-        boundaries, optimizers = self.boundaries, self._optimizers
-
-        def gone(_: Any) -> None:
-            boundaries.optimizer_gone(key)
-            optimizers.pop(key, None)
-
-        optimizers[key] = weakref.ref(optimizer, gone)
-        boundaries.optimizer_made(key)
-
-    def _optimizer_begins(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        if self.asleep:
-            return
-        if id(optimizer) in self._in_optimizer:  # a step that raised left its name behind
-            del self._in_optimizer[self._in_optimizer.index(id(optimizer)):]
-        self._in_optimizer.append(id(optimizer))
-        if len(self._in_optimizer) == 1:
-            self.listener.optimizer_begin(optimizer)
-            self._do_then()
-
-    def _optimizer_ends(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        if self.asleep:
-            return
-        if id(optimizer) in self._in_optimizer:
-            del self._in_optimizer[self._in_optimizer.index(id(optimizer)):]
-        if self._in_optimizer:  # a wrapper's inner optimizer: the wrapper is the one that counts
-            self.boundaries.optimizer_gone(id(optimizer))
-            self._optimizers.pop(id(optimizer), None)
-            return
-        if id(optimizer) not in self._optimizers:
-            self._meet(optimizer)
+    def optimizer_ends(self, optimizer: Any) -> None:
         if not self.steps:
-            self._forget_wrappers(optimizer)
+            self._optimizers.wait_for_no_wrapper_of(optimizer)
         self.optimizer_events += 1
         self.listener.optimizer_end(optimizer)
         if self.boundaries.optimizer_stepped(id(optimizer)):
             self._step_ended()
-
-    def _forget_wrappers(self, optimizer: Any) -> None:
-        """One that lives on the parameter groups of another need never step itself: that of SAM has two methods of its own, and the other one steps."""
-        groups = {id(group) for group in optimizer.param_groups}
-        for key, known in list(self._optimizers.items()):
-            wrapper = known()
-            if wrapper is not None and wrapper is not optimizer and any(id(group) in groups for group in wrapper.param_groups):
-                self.boundaries.optimizer_gone(key)
 
     def optimizer_left_out(self, optimizer: Any) -> None:
         """A GradScaler found infinite gradients and did not call the optimizer; the cycle has ended all the same."""

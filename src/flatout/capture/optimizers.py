@@ -1,0 +1,90 @@
+"""The optimizers of a script, and whose step counts: of those that step inside one another, the outermost."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.steps import StepBoundaries
+
+
+class Optimizers:
+    """Held weakly, in the order in which they were made. ``boundaries`` learns of those that come and go."""
+
+    def __init__(self, boundaries: StepBoundaries) -> None:
+        self._boundaries = boundaries
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._stepping: list[int] = []  # the outermost first
+
+    @property
+    def alive(self) -> list[Any]:
+        return [optimizer for ref in self._known.values() if (optimizer := ref()) is not None]
+
+    @property
+    def stepping(self) -> bool:
+        return bool(self._stepping)
+
+    def hear(self, ledger: Ledger, scene: Any) -> None:
+        """From now on, until the ledger is restored, ``scene`` is told of each outermost step by ``optimizer_begins`` and ``optimizer_ends``."""
+        from torch.optim import optimizer as torchs
+
+        def begins(optimizer: Any, args: tuple, kwargs: dict) -> None:
+            if not scene.asleep and self._begins(optimizer):
+                scene.optimizer_begins(optimizer)
+
+        def ends(optimizer: Any, args: tuple, kwargs: dict) -> None:
+            if not scene.asleep and self._ends(optimizer):
+                scene.optimizer_ends(optimizer)
+
+        ledger.call("optimizer step hook", torchs.register_optimizer_step_pre_hook(begins).remove)
+        ledger.call("optimizer step hook", torchs.register_optimizer_step_post_hook(ends).remove)
+        ledger.set(torchs.Optimizer, "__init__", self._wrap_init(torchs.Optimizer.__init__, scene))
+
+    def _wrap_init(self, init: Callable, scene: Any) -> Callable:
+        @wraps(init)
+        def init_heard(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            if not scene.asleep:
+                self.meet(optimizer)
+
+        return init_heard
+
+    def meet(self, optimizer: Any) -> None:
+        key = id(optimizer)
+        boundaries, known = self._boundaries, self._known
+
+        def gone(_: Any) -> None:
+            boundaries.optimizer_gone(key)
+            known.pop(key, None)
+
+        known[key] = weakref.ref(optimizer, gone)
+        boundaries.optimizer_made(key)
+
+    def _begins(self, optimizer: Any) -> bool:
+        self._leaves(optimizer)  # a step that raised left its name behind
+        self._stepping.append(id(optimizer))
+        return len(self._stepping) == 1
+
+    def _ends(self, optimizer: Any) -> bool:
+        self._leaves(optimizer)
+        if self._stepping:  # a wrapper's inner optimizer: the wrapper is the one that counts
+            self._boundaries.optimizer_gone(id(optimizer))
+            self._known.pop(id(optimizer), None)
+            return False
+        if id(optimizer) not in self._known:
+            self.meet(optimizer)
+        return True
+
+    def _leaves(self, optimizer: Any) -> None:
+        if id(optimizer) in self._stepping:
+            del self._stepping[self._stepping.index(id(optimizer)):]
+
+    def wait_for_no_wrapper_of(self, optimizer: Any) -> None:
+        """One that lives on the parameter groups of another need never step itself: that of SAM has two methods of its own, and the other one steps."""
+        groups = {id(group) for group in optimizer.param_groups}
+        for wrapper in self.alive:
+            if wrapper is not optimizer and any(id(group) in groups for group in wrapper.param_groups):
+                self._boundaries.optimizer_gone(id(wrapper))
