@@ -66,13 +66,31 @@ state = b"".join(value.numpy().tobytes() for value in net.state_dict().values())
 os.write(1, f"end {rank} {hashlib.sha256(state).hexdigest()}\\n".encode())
 '''
 RANKS, STEPS_OF_AN_EPOCH = 3, 4
+TELLS_ONE = '''
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 3))
+sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(20):
+    loss = model(torch.ones(4, 6)).square().mean()
+    loss.backward()
+    sgd.step()
+    sgd.zero_grad()
+    told = loss.detach()
+    if rank == 0:
+        dist.send(told, 1)
+    elif rank == 1:
+        dist.recv(told, 0)
+'''
 
 
-def run(folder, *before, **more):
+def run(folder, *before, ranks=RANKS, **more):
     env = {name: value for name, value in os.environ.items() if not name.startswith(("FLATOUT_", "PYTEST_", "PYTHON"))}
     env |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}", "OMP_NUM_THREADS": "1", **more}
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "train.py"]
-    return subprocess.run([sys.executable, *before, *(["python"] if before else []), *ranks], cwd=folder, env=env, capture_output=True, text=True,
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "train.py"]
+    return subprocess.run([sys.executable, *before, *(["python"] if before else []), *launch], cwd=folder, env=env, capture_output=True, text=True,
                           stdin=subprocess.DEVNULL, timeout=120, check=False)
 
 
@@ -110,6 +128,19 @@ def test_ranks_go_on_from_the_newest_saves_of_one_moment(tmp_path, monkeypatch):
     manifest.write_text(json.dumps(told))
     save, why_not = newest_of_all(folder, ranks)
     assert save.step < 12 if save is not None else "not interrupted at a moment of which all have a save" in why_not
+
+
+def test_ranks_that_send_to_single_others_are_not_gone_on_with(tmp_path):
+    (tmp_path / "train.py").write_text(TELLS_ONE)
+    resume, saves = ("-m", "flatout", "run", "--resume"), {"PYTHONPATH": SITE, "TRAP_SAVE": "4"}
+    killed = run(tmp_path, *resume, ranks=2, **saves, TRAP_KILL="12")
+    assert killed.returncode != 0
+    again = run(tmp_path, *resume, ranks=2, **saves)
+    assert again.returncode != 0  # torchrun has an exit code of its own
+    assert "cannot go on exactly: of its last start there is no save to go on from: its ranks send to single others" in again.stderr
+    begun = run(tmp_path, *resume[:-1], "--supervise", ranks=2, **saves)
+    assert begun.returncode == 0
+    assert begun.stderr.count("this program begins anew: of its last start there is no save to go on from") == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=60))

@@ -97,8 +97,11 @@ def resume(rescue: Rescue, ledger: Ledger, at_seam: Callable[[], None], asked: M
             rescue.may_begin = lambda: False
 
     state = None
-    if unfinished and asked["insists"]:
-        refuse(f"of its last start there is no save to go on from: {unfinished}")
+    if unfinished:
+        why = f"of its last start there is no save to go on from: {unfinished}"
+        if asked["insists"]:
+            refuse(why)
+        ranks.say(f"this program begins anew: {why}")
     if save is None and FETCHES in os.environ:
         refuse("the save that it was on the way to is not there any more")
     if save is not None:
