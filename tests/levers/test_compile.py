@@ -51,17 +51,16 @@ def test_it_trains_as_the_plain_model(program):
     assert torch._dynamo.utils.counters["frames"]["total"] == before
 
 
-def test_a_compiler_that_fails_leaves_the_plain_model(program, monkeypatch):
+def test_a_compiler_that_fails_leaves_the_plain_model(program):
     """No compiler, a bug in it, an operation it does not know: the program goes on, and is told once."""
     from torch._inductor import config
 
     plain, live = program(), program()
     state = torch.get_rng_state()
-    monkeypatch.setattr(config.cpp, "cxx", ("/nonexistent/c++",))
-    monkeypatch.setattr(config, "force_disable_caches", True)
-    LEVER.apply(live.scene, "default", Ledger())
     torch.set_rng_state(state)
-    mine = live.train()
+    with config.patch({"cpp.cxx": ("/nonexistent/c++",), "force_disable_caches": True}):
+        LEVER.apply(live.scene, "default", Ledger())
+        mine = live.train()
     torch.set_rng_state(state)
     assert mine == plain.train()
     assert len(live.scene.reports) == 1

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import pipelines
+
 LIVES = Path(__file__).with_name("divided_lives.py")
 
 
@@ -23,7 +25,7 @@ def lives():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["tensor", "pipeline", "fsdp"])
+@pytest.mark.parametrize("kind", ["tensor", pytest.param("pipeline", marks=pipelines.need_them), "fsdp"])
 def test_left_twice_and_gone_on_it_ends_with_the_same_bits(lives, kind):
     """In the middle of the second and of the fourth epoch; each rank's weights, optimizers, rate and random numbers."""
     for whole, again in zip(lives[kind]["whole"], lives[kind]["gone on"], strict=True):
@@ -54,6 +56,7 @@ def test_other_ranks_go_on_with_the_same_training(lives, kind):
             assert mine == pytest.approx(theirs, abs=1e-12)
 
 
+@pipelines.need_them
 def test_a_stage_is_not_the_whole_model(lives):
     assert "each of 2 ranks had a stage of the model, and there are 1 now" in lives["stages alone"][0]["refused"]
 

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import pipelines
+
 PROGRAM = Path(__file__).with_name("two_parallel_ranks.py")
 
 
@@ -67,6 +69,7 @@ def test_what_does_not_go_together_is_said(ranks, name, said):
         assert said in rank["words"][name]
 
 
+@pipelines.need_them
 @pytest.mark.parametrize(("name", "near", "parts", "ends"), [("float64", 1e-12, 4, "first"), ("float32", 1e-6, 2, "first"), ("window", 1e-12, 4, "second"),
                                                              ("whole", 1e-12, 1, "first")])
 def test_stages_learn_what_one_process_learns(ranks, name, near, parts, ends):
@@ -84,6 +87,7 @@ def test_stages_learn_what_one_process_learns(ranks, name, near, parts, ends):
     assert ranks[0]["piped"][name]["losses"][1] == ranks[1]["piped"][name]["losses"][1]
 
 
+@pipelines.need_them
 @pytest.mark.parametrize(("name", "said"), [
     ("three", "3 stages on 2 ranks"), ("no child", "'third'"), ("order", "without its first child"), ("schedule", "gpipe, 1f1b"),
     ("no sequence", "this model is a ModuleList"), ("tied", "shares a parameter"), ("auto", "plan='auto' does not go"),
@@ -92,3 +96,9 @@ def test_stages_learn_what_one_process_learns(ranks, name, near, parts, ends):
 def test_what_a_pipeline_cannot_do_is_said(ranks, name, said):
     for rank in ranks:
         assert said in rank["piped words"][name]
+
+
+@pytest.mark.skipif(pipelines.THERE_ARE, reason="this torch has pipelines")
+def test_older_torch_is_said(ranks):
+    for rank in ranks:
+        assert "Pipelines need torch 2.14" in rank["piped words"]["older"]

@@ -69,7 +69,7 @@ def test_a_fill_for_each_channel(same, family, name):
 
 
 def test_no_fill(same):
-    same(v2.RandomRotation(60, interpolation="bilinear", fill=None), "bytes")
+    same(v2.RandomRotation(60, interpolation=Mode.BILINEAR, fill=None), "bytes")
 
 
 @FAMILIES

@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -242,8 +243,19 @@ def _can_run(implementation: Implementation) -> None:
             raise NotRun("Triton is not installed; CUDA builds of torch bring it")
         if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
             raise NotRun("there is no GPU, and Triton's interpreter is off; TRITON_INTERPRET=1 before Triton is imported switches it on")
+        if not torch.cuda.is_available() and _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
+            raise NotRun("the interpreter of Triton before 3.7 takes the bounds of loops from NumPy in a way that NumPy 2.4 refuses; "
+                         '`pip install "numpy<2.4"` lets it run')
     if implementation.needs == "cuda" and not cuda.is_runnable():
         raise NotRun("there is no GPU and no C++ compiler to emulate one; `apt-get install g++` brings one")
+
+
+def _version(package: str) -> tuple[int, ...]:
+    """Its first two numbers; (0, 0) where it is not installed."""
+    try:
+        return tuple(int(number) for number in metadata.version(package).split(".")[:2])
+    except metadata.PackageNotFoundError:
+        return 0, 0
 
 
 def _manner(implementation: Implementation) -> str:
