@@ -57,6 +57,7 @@ THEMES = (
     ("rescue", "python bench/rescue.py DIR", "Public scripts killed under `run --rescue`: whether the save is what they had learned, bit for bit; its cost"),
     ("again", "python bench/again.py DIR", "Public scripts killed at random under `run --resume`: whether they go on exactly, weights and lines; how fast"),
     ("again_cost", "python bench/again_cost.py", "What the journal of exact resume costs a step, and how much of the step of public scripts that is"),
+    ("again_pace", "python bench/again_pace.py", "How fast the steps of a small model are gone through again, and whether the training goes on the same"),
     ("traps", "python bench/traps.py", "Small programs that exact resume could get wrong, killed and typed again: exactly as undisturbed, or refused in words"),
     ("again_checks", "python bench/again_checks.py", "Each check of exact resume switched off: which program, refused with it, then goes on wrongly"),
     ("two_hosts", "python bench/two_hosts.py", "A training over two hosts whose link is cut and which are killed: goes on, begins again or ends, never a hang"),
