@@ -13,6 +13,7 @@ from typing import Any
 
 from flatout.capture.ledger import Ledger
 
+MASKS = "bool", "uint8"  # types of tensors that say where, and not which
 Heard = Callable[[Callable[[], Any], Any, FrameType], Any]
 
 
@@ -20,7 +21,7 @@ def hear_masks(torch: Any, ledger: Ledger, heard: Heard, others: Callable[[Any, 
     """``heard(really, mask, frame)`` is called in the place of each indexing in which the first of the tensors with a mask's type is ``mask``, by code in
     ``frame``; ``really()`` does it. ``others(found, frame)`` is told what one by other tensors has found. Costs 4 us of each indexing by tensors, nothing of
     one by numbers and slices."""
-    index, masks = torch.ops.aten.index.Tensor, (torch.bool, torch.uint8)
+    index, masks = torch.ops.aten.index.Tensor, tuple(getattr(torch, name) for name in MASKS)
     # Below autograd, above the devices: all tensors pass through this key, and nobody has a kernel there.
     key = torch._C.DispatchKey.BackendSelect
     below = torch._C._dispatch_keyset_full_after(key)
@@ -42,4 +43,4 @@ def has_mask(index: Any) -> bool:
     """Whether there is a mask in what somebody indexes with: then the number of results follows from values. Raises nothing."""
     if isinstance(index, (tuple, list)):
         return any(map(has_mask, index)) or (isinstance(index, list) and any(isinstance(each, bool) for each in index))
-    return str(getattr(index, "dtype", "")).removeprefix("torch.") in ("bool", "uint8") and getattr(index, "ndim", 0) > 0
+    return str(getattr(index, "dtype", "")).removeprefix("torch.") in MASKS and getattr(index, "ndim", 0) > 0
