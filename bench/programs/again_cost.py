@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flatout.engine.rescue import Rescue
 from flatout.replay.again import Again
-from flatout.replay.hearing import Hearing
 
 
 class Recording(Switch):
@@ -29,7 +28,7 @@ class Recording(Switch):
         off = not self.scene.ledger.entries()
         super().__call__(on)
         if on and off:
-            Hearing(self.again.tape, self.scene.ledger).install()
+            self.again.hear()
             self.again.install()
 
 

@@ -99,10 +99,9 @@ class Again(Listener):
         self._began_s = self._trained_s = 0.0  # when the training began, or went on; and how long it had lasted before
         self.pid = os.getpid()
         self.drawn = Drawn(self.tape, ledger)
-        hearing = Hearing(self.tape, ledger, self.skeletons.lineage.comes_from, self.drawn.taken)
-        hearing.install()
-        self.skeletons.shaped_again, self.skeletons.taken = hearing.shaped_again, self.drawn.taken
-        self.skipping.install()
+        self.hearing = Hearing(self.tape, ledger, self.skeletons.lineage.comes_from, self.drawn.taken)
+        self.skeletons.shaped_again, self.skeletons.taken = self.hearing.shaped_again, self.drawn.taken
+        self.hear()
         os.register_at_fork(after_in_child=self._forked)
         if state is None:
             self._start = random_states(torch)
@@ -111,6 +110,11 @@ class Again(Listener):
             self._start = state["start"]
             self._play(state, way.shows)
         self.files.install()
+
+    def hear(self) -> None:
+        """From here on, until the ledger is restored."""
+        for each in (self.drawn, self.hearing, self.skipping):
+            each.install()
 
     def install(self) -> None:
         """After what else changes how loaders are made."""

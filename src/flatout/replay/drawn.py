@@ -23,10 +23,12 @@ class Drawn:
     code, which are the same in both lives."""
 
     def __init__(self, tape: Tape, ledger: Ledger) -> None:
-        self.tape = tape
+        self.tape, self.ledger = tape, ledger
         self._way = self._count = 0
         self._living: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        ledger.set(torch, "randperm", self._heard(torch.randperm))
+
+    def install(self) -> None:
+        self.ledger.set(torch, "randperm", self._heard(torch.randperm))
 
     def held(self) -> dict[str, Any]:
         return {f"{DRAWN}{name}": rows for name, rows in sorted(self._living.items())}

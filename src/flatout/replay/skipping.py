@@ -33,9 +33,11 @@ class Skipping:
         ledger = self._ledger
         ledger.set(torch.autograd, "backward", self._without_backward(torch.autograd.backward))
         ledger.set(torch.autograd, "grad", self._without_grad(torch.autograd.grad))
+        if self._steps.entries():
+            return  # those stay, for torch hooks a step once and for all
         for kind in (getattr(torch.optim, name) for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)):
             if issubclass(kind, torch.optim.Optimizer) and kind not in (torch.optim.Optimizer, torch.optim.LBFGS):
-                self._steps.set(kind, "step", _without_step(kind.step, self.tape))  # before torch hooks it: its hooks are heard
+                self._steps.set(kind, "step", _without_step(kind.step, self.tape))  # below torch's hooks: those are heard
 
     # -- on the way ---------------------------------------------------------------------------------------------------------
 
