@@ -1,9 +1,9 @@
 """What exact resume costs while a program trains: the journal, and listening for it.
 
 In one process, blocks of steps without anything of flatout, with, with, without (``programs/again_cost.py``); processor time of a step, median over rounds, and
-over processes. Reading one value in a step and eleven gives the cost of a value. From both, and from how many values each public script's journal holds a
-step (``again.py`` has counted them), follows the share of that script's steps: computed, not timed, since a thousandth of a step is far below what two
-runs of it differ by.
+over processes. Blocks in which a step reads one value and eleven, in turns, give the cost of a value. From both, and from how many values each public script's
+journal holds a step (``again.py`` has counted them), follows the share of that script's steps: computed, not timed, since a thousandth of a step is far below
+what two runs of it differ by.
 """
 
 from __future__ import annotations
@@ -23,28 +23,44 @@ from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_
 
 PROGRAM = HERE / "programs" / "again_cost.py"
 READS = 10  # more values in a step
-SIZES = {"0.3 ms": (32, 1, 1), f"0.3 ms, {READS} values more": (32, 1, 1 + READS), "2 ms": (256, 8, 1), "20 ms": (1024, 12, 1)}  # width, layers, values read
+SIZES = {"0.3 ms": (32, 1, (1, 1 + READS)), "2 ms": (256, 8, (1,)), "20 ms": (1024, 12, (1,))}  # width, layers, values read
 
 
-def measured(name: str, seconds: float, processes: int) -> dict[str, Any]:
+def measured(name: str, seconds: float, processes: int) -> list[dict[str, Any]]:
+    """A row for each number of values read."""
     width, layers, reads = SIZES[name]
-    rounds, entries, steps, size = [], [], 0, 0
+    found = []
     for _ in range(processes):
         with tempfile.TemporaryDirectory() as folder:
             words = [sys.executable, "-m", "flatout", "run", "--plan", "none", "--resume", "python", str(PROGRAM), "--width", str(width),
-                     "--layers", str(layers), "--reads", str(reads), "--seconds", str(seconds)]
+                     "--layers", str(layers), "--reads", *map(str, reads), "--seconds", str(seconds * len(reads))]
             done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
         if done.returncode:
             raise SystemExit(f"again_cost: the program that measures failed:\n{done.stderr[-2000:]}")
-        told = json.loads(done.stdout.splitlines()[-1])
-        rounds.append(told["rounds"])
-        entries.append(told["entries_a_step"])
-        steps, size = steps + told["steps"], size + told["journal_bytes"]
-    each = [median((b + c - a - d) / 2 for a, b, c, d in of_process) for of_process in rounds]
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    return [row_of(name, list(told)) for told in zip(*found, strict=True)]
+
+
+def row_of(name: str, told: list[dict[str, Any]]) -> dict[str, Any]:
+    """``told``: by the processes, of one number of values."""
+    rounds, reads, steps = [each["rounds"] for each in told], told[0]["reads"], sum(each["steps"] for each in told)
+    each = [median(map(cost_of, of_process)) for of_process in rounds]
     every = [found for of_process in rounds for found in of_process]
-    return {"size": name, "reads": reads, "rounds": rounds, "plain_us": median((a + d) / 2 for a, _, _, d in every), "cost_us": median(each),
-            "lowest_us": min(each), "highest_us": max(each), "aa_us": median(abs(a - d) for a, _, _, d in every), "entries": median(entries),
-            "bytes_a_step": size / steps}
+    return {"size": name if reads == 1 else f"{name}, {reads - 1} values more", "reads": reads, "rounds": rounds,
+            "plain_us": median((a + d) / 2 for a, _, _, d in every), "cost_us": median(each), "lowest_us": min(each), "highest_us": max(each),
+            "aa_us": median(abs(a - d) for a, _, _, d in every), "entries": sum(each["entries"] for each in told) / steps,
+            "bytes_a_step": sum(each["bytes"] for each in told) / steps}
+
+
+def cost_of(blocks: list[float]) -> float:
+    off, on, on_again, off_again = blocks
+    return (on + on_again - off - off_again) / 2
+
+
+def value_of(one: dict[str, Any], more: dict[str, Any]) -> list[float]:
+    """What a value costs, by the processes, in which steps of both kinds took turns."""
+    return [median((cost_of(b) - cost_of(a)) / (more["reads"] - one["reads"]) for a, b in zip(*both, strict=False))
+            for both in zip(one["rounds"], more["rounds"], strict=True)]
 
 
 def of_scripts(scripts: dict[str, Any], fixed_us: float, value_us: float) -> list[tuple[str, ...]]:
@@ -62,15 +78,16 @@ def of_scripts(scripts: dict[str, Any], fixed_us: float, value_us: float) -> lis
 
 
 def page(sizes: list[dict[str, Any]], scripts: dict[str, Any]) -> str:
-    one, eleven = sizes[0], sizes[1]
-    value_us = (eleven["cost_us"] - one["cost_us"]) / READS
+    one = sizes[0]
+    values_us = value_of(one, sizes[1])
+    value_us = median(values_us)
     table = [(each["size"], len(each["rounds"]), sum(map(len, each["rounds"])), f"{each['plain_us']:,.0f}",
               f"{each['cost_us']:+.1f} [{each['lowest_us']:+.1f}, {each['highest_us']:+.1f}]", f"{each['cost_us'] / each['plain_us']:+.2%}",
               f"{each['aa_us']:.1f}", f"{each['entries']:.1f}", f"{each['bytes_a_step']:.0f}") for each in sizes]
     parts = ["# What exact resume costs while a program trains\n",
              "Processor time of a step, in blocks without flatout, with, with, without; the median over processes, and the lowest and highest of them.\n",
              markdown_table(("a step", "processes", "rounds", "plain, us", "costs, us", "of a step", "A/A, us", "entries a step", "bytes a step"), table),
-             f"\nOne more value costs {value_us:.2f} us.\n"]
+             f"\nOne more value costs {value_us:.2f} us [{min(values_us):.2f}, {max(values_us):.2f}].\n"]
     rows = of_scripts(scripts, one["cost_us"], value_us)
     if rows:
         parts += ["\n## Public scripts\n\nComputed from the table above and from what their journals hold; the rest is that of the smallest step.\n",
@@ -86,8 +103,9 @@ def main() -> None:
     args = parser.parse_args()
     made, sizes = stamp(), []
     for name in SIZES:
-        sizes.append(measured(name, args.seconds, args.processes))
-        print(f"  {name}: {sizes[-1]['cost_us']:+.1f} us of {sizes[-1]['plain_us']:,.0f}", file=sys.stderr, flush=True)
+        for row in measured(name, args.seconds, args.processes):
+            sizes.append(row)
+            print(f"  {row['size']}: {row['cost_us']:+.1f} us of {row['plain_us']:,.0f}", file=sys.stderr, flush=True)
     scripts = read_result("again", made, RESULTS).get("scripts", {})
     write_result("again_cost", made, page(sizes, scripts), {"sizes": sizes}, folder=args.out)
 

@@ -1,7 +1,7 @@
 """One process under `flatout run --resume` in which what is recorded is taken off and put on again: what the journal costs, without the luck of two processes.
 
-As `rescue_cost.py`, with batches from a DataLoader and a loss that is read in each step. Prints one JSON line: the median step of each block in microseconds
-of its thread's processor time (all of flatout off, on, on, off), entries and bytes of the journal a step.
+As `rescue_cost.py`, with batches from a DataLoader and a loss that is read in each step, in turns as often as --reads says. Prints one JSON line: for each of
+these the median step of each block in microseconds of its thread's processor time (all of flatout off, on, on, off), entries and bytes of the journal a step.
 """
 
 import argparse
@@ -54,37 +54,37 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--reads", type=int, default=1, help="values that are read in each step (default 1)")
+    parser.add_argument("--reads", type=int, nargs="+", default=[1], help="values that are read in each step (default 1)")
     parser.add_argument("--seconds", type=float, default=20.0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     loader = DataLoader(TensorDataset(torch.randn(32 * 64, args.width)), batch_size=32, shuffle=True)
     model = make(args.layers, args.width)[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    length = statistics.median(steps(model, optimizer, loader, 30, args.reads))
+    length = statistics.median(steps(model, optimizer, loader, 30, args.reads[0]))
     rescue, again = (next(thing for thing in gc.get_objects() if isinstance(thing, kind)) for kind in (Rescue, Again))
     if not rescue.active or rescue.saver is None or again.tape.journal is None:
         raise SystemExit("nothing is recorded of this program")
     switch = Recording(rescue, again)
     rescue.saver.wait()
     rescue.saver.every = NEVER
-    tape, count, found, start = again.tape, max(5, round(SHORT_S / length)), [], time.perf_counter()
-    tape.write()
-    before, entries, heard = tape.journal.place.bytes, 0, 0
-    while time.perf_counter() - start < args.seconds or len(found) < 3:
-        times = []
-        for on in (False, True, True, False):
-            switch(on)
-            first = len(tape.entries.codes), tape.steps
-            steps(model, optimizer, loader, 3, args.reads)
-            times.append(round(1e6 * statistics.median(steps(model, optimizer, loader, count, args.reads)), 2))
-            heard += tape.steps - first[1]
-            entries += max(0, len(tape.entries.codes) - first[0])
-        found.append(times)
-    switch(True)
-    steps(model, optimizer, loader, 3, args.reads)
-    place = tape.write()
-    print(json.dumps({"rounds": found, "entries_a_step": entries / max(heard, 1), "journal_bytes": place.bytes - before, "steps": heard}))
+    tape, count, start = again.tape, max(5, round(SHORT_S / length)), time.perf_counter()
+    told = {reads: {"reads": reads, "rounds": [], "entries": 0, "bytes": 0, "steps": 0} for reads in args.reads}
+    while time.perf_counter() - start < args.seconds or any(len(each["rounds"]) < 3 for each in told.values()):
+        for reads, each in told.items():
+            times = []
+            tape.write()
+            before = tape.journal.place.bytes
+            for on in (False, True, True, False):
+                switch(on)
+                entries, ended = len(tape.entries.codes), tape.steps
+                steps(model, optimizer, loader, 3, reads)
+                times.append(round(1e6 * statistics.median(steps(model, optimizer, loader, count, reads)), 2))
+                each["steps"] += tape.steps - ended
+                each["entries"] += max(0, len(tape.entries.codes) - entries)
+            each["rounds"].append(times)
+            each["bytes"] += tape.write().bytes - before
+    print(json.dumps(list(told.values())))
 
 
 if __name__ == "__main__":

@@ -355,5 +355,6 @@ def _made(told: Any) -> Any:
 def _order(index: Any) -> int:
     """What a sampler has given, as a number that is the same in each process: those of None and of objects are not."""
     if isinstance(index, list):
-        return hash(tuple(index)) if all(issubclass(kind, (numbers.Integral, str)) for kind in set(map(type, index))) else BEGAN
+        kinds = set(map(type, index))
+        return hash(tuple(index)) if kinds == {int} or all(issubclass(kind, (numbers.Integral, str)) for kind in kinds) else BEGAN
     return hash(index) if isinstance(index, (numbers.Integral, str)) else BEGAN

@@ -98,9 +98,9 @@ class Hearing:
     def _imports(self, really: Callable) -> Callable:
         """The user's own files get a `datetime` whose readings are heard; all others, pickles among them, have the real one."""
         @wraps(really)
-        def imports(name: str, names: Any = None, *args: Any, **kwargs: Any) -> Any:
-            found = really(name, names, *args, **kwargs)
-            if name != "datetime" or names is None or not is_users(names.get("__file__") or ""):
+        def imports(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:  # torch imports something in each step
+            found = really(name, globals, locals, fromlist, level)
+            if name != "datetime" or globals is None or not is_users(globals.get("__file__") or ""):
                 return found
             return self._calendar()
 
