@@ -44,14 +44,15 @@ class Program:
     apart: bool
     tried: str  # why the mended twin is not run; empty where it is
     slow: bool  # provoked by the benchmark, not by the tests
+    of_cuda: bool  # only a torch that was built with CUDA fails so
 
 
 PROGRAMS: dict[str, Program] = {}
 
 
-def program(code: str, *says: str, apart: bool = False, tried: str = "", slow: bool = False) -> Callable:
+def program(code: str, *says: str, apart: bool = False, tried: str = "", slow: bool = False, of_cuda: bool = False) -> Callable:
     def keep(run: Callable[[bool], object]) -> Callable[[bool], object]:
-        PROGRAMS[run.__name__] = Program(run.__name__, code, says, run, apart, tried, slow)
+        PROGRAMS[run.__name__] = Program(run.__name__, code, says, run, apart, tried, slow, of_cuda)
         return run
 
     return keep
@@ -110,13 +111,13 @@ def model_on_another_device(well):
     return model(torch.ones(2, 1, 28, 28))
 
 
-@program("FE002")
+@program("FE002", of_cuda=True)
 def no_driver(well):
     device = "cuda" if torch.cuda.is_available() or not well else "cpu"
     return torch.zeros(3, device=device)
 
 
-@program("FE007", apart=True, tried="a spawned process needs a GPU to show that it works")
+@program("FE007", apart=True, tried="a spawned process needs a GPU to show that it works", of_cuda=True)
 def cuda_after_fork(well):
     try:
         torch.cuda.init()
