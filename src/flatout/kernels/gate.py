@@ -16,10 +16,11 @@ Crashes are part of the game: the gate runs in a child (``python -m flatout.kern
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import metadata
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -251,11 +252,8 @@ def _can_run(implementation: Implementation) -> None:
 
 
 def _version(package: str) -> tuple[int, ...]:
-    """Its first two numbers; (0, 0) where it is not installed."""
-    try:
-        return tuple(int(number) for number in metadata.version(package).split(".")[:2])
-    except metadata.PackageNotFoundError:
-        return 0, 0
+    """Its first two numbers."""
+    return tuple(int(number) for number in re.findall(r"\d+", import_module(package).__version__)[:2])
 
 
 def _manner(implementation: Implementation) -> str:
