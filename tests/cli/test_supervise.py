@@ -80,8 +80,8 @@ def test_what_dies_and_hangs_ends_with_the_bits_of_the_undisturbed_run(flatout, 
     assert "started again (2 of at most 20): its newest save is of step 20." in said
     assert re.search(r"flatout: 60 steps in \d+ s, 2 restarts; \d+% of the time brought steps that were kept; what happened is in /", said), said
     lines = incidents(flatout)
-    assert [(line["kind"], line["attempt"], line["kept"], line["exit_code"]) for line in lines] == [
-        ("signal", 1, 10, 137), ("hung", 2, 20, 8), ("stopped", 3, 40, None)]
+    assert [(line["kind"], line["attempt"], line["exit_code"]) for line in lines] == [("signal", 1, 137), ("hung", 2, 8), ("stopped", 3, None)]
+    assert [line["kept"] for line in lines] in ([10, 20, 40], [10, 20, 50])  # it goes on while that is written down
     for line in lines[:2]:
         assert line["followed_by"] == "restart"
         assert line["start_s"] > 0
