@@ -1,13 +1,15 @@
 """The guard's test bed: how often does it accept a broken lever, and how often does it refuse a sound one?
 
-For each program and lever the tuner's own way is gone. The plain program runs with seeds 0, 1 and 2, and with seed 0 once more.
-In the running plain program the step replica is asked about every lever that can be switched and claims less than EXACT.
-What it refuses is refused, as in a search; what passes gets fresh processes with the same three seeds, and `judge` compares the
-records. An EXACT claim that fails with the first seed is not run with the others: one differing bit is enough.
+Each program and lever is judged as the tuner does it. The plain program runs with seeds 0, 1 and 2, and with seed 0 once more.
+In the running plain program the step replica is asked about every lever that can be switched and claims less than EXACT: once it is
+warm, and once more after a stretch of training. What a replica rejects is rejected, as in a search; what passes gets fresh processes
+with the same three seeds, and `judge` compares the records. An EXACT claim that fails with the first seed is not run with the others:
+one differing bit is enough. Programs of bench/programs are there for half precision: no lever that claims EXACT is tried on them.
 
-    python bench/guard.py                       all of it: about 35 minutes on two quiet cores
+    python bench/guard.py                       all of it: about an hour on two quiet cores
     python bench/guard.py --programs mlp,cnn --levers autocast,label_smoothing
     python bench/guard.py --records DIR         keep the records there; what is there already is judged again, not run again
+    python bench/guard.py --to-the-end          also train the programs of bench/programs to their end, plain and in half precision
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ from provenance import HERE, ROOT, markdown_table, stamp, write_result
 
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]])  # the programs import the bed's levers
 
+from guard_end import end_section, rows_of_the_end
 from guard_levers import BAD, TABLE
 
-from flatout.engine.guard import SHAKE, judge, wants_shaken
+from flatout.engine.guard import START_STEPS, judge, shake_for, start_agrees, wants_shaken
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.plan.facts import Facts
@@ -42,16 +45,24 @@ from flatout.trial.parent import ProgramGone, Trial, measure
 
 SEEDS = (0, 1, 2)
 PATIENCE_S = 600.0
-# Arguments that keep the program going, and the ticks measured after its warm-up: about two seconds of training.
+# Arguments that keep the program going, the ticks measured after its warm-up (about two seconds of training), and those before the late replica.
 PROGRAMS = {
-    "mlp": (("--epochs", "1000"), 200),
-    "linear": (("--steps", "100000"), 400),
-    "gpt": (("--steps", "5000"), 50),
-    "lstm": (("--steps", "5000"), 50),
-    "cnn": (("--epochs", "1000"), 40),
-    "resnet18": (("--epochs", "1000"), 20),
+    "mlp": (("--epochs", "1000"), 200, 800),
+    "linear": (("--steps", "100000"), 400, 800),
+    "gpt": (("--steps", "5000"), 50, 300),
+    "lstm": (("--steps", "5000"), 50, 300),
+    "cnn": (("--epochs", "1000"), 40, 300),
+    "resnet18": (("--epochs", "1000"), 20, 60),
+    "adadelta_cnn": (("--epochs", "1000"), 60, 700),
+    "residual": (("--epochs", "1000"), 50, 300),
+    "smoothed_task": (("--steps", "100000"), 100, 700),
+    "vae": (("--epochs", "1000"), 120, 700),
+    "gan": (("--epochs", "1000"), 50, 300),
 }
-DEFAULT = ("mlp", "linear", "gpt", "lstm", "cnn")
+OF_EXAMPLES = ("mlp", "linear", "gpt", "lstm", "cnn")
+OF_HALF_PRECISION = ("adadelta_cnn", "residual", "smoothed_task", "vae", "gan")
+DEFAULT = (*OF_EXAMPLES, *OF_HALF_PRECISION)
+COMPILERS = {"compile"}  # minutes of compiling, and no more rounding than elsewhere
 P_VALUES = ("distribution", "shift", "draws")
 BROKEN = {lever.name for lever in BAD}
 
@@ -65,8 +76,12 @@ class Bed:
     facts: Facts
 
     def __post_init__(self) -> None:
-        arguments, self.ticks = PROGRAMS[self.name]
-        self.command = understand(("python", str(ROOT / "examples" / f"{self.name}.py"), *arguments))
+        arguments, self.ticks, self.late_ticks = PROGRAMS[self.name]
+        self.script = (HERE / "programs" if self.name in OF_HALF_PRECISION else ROOT / "examples") / f"{self.name}.py"
+        self.command = understand(("python", str(self.script), *arguments))
+
+    def tries(self, lever: Lever) -> bool:
+        return self.name in OF_EXAMPLES or (lever.effect is not Effect.EXACT and lever.name not in COMPILERS)
 
     def trial(self, title: str, plan: Plan, seed: int, shake: float = 0.0) -> Trial:
         folder = self.folder / title
@@ -74,12 +89,12 @@ class Bed:
         (folder / "claim").unlink(missing_ok=True)
         return Trial(self.command, TrialFolder(folder), plan, self.facts, seed, reseed=True, table="guard_levers:TABLE", shake=shake)
 
-    def record(self, title: str, plan: Plan, seed: int, shake: float = 0.0) -> TrialRecord:
-        """The record of a run, taken from the folder where it lies there already."""
+    def record(self, title: str, plan: Plan, seed: int, shake: float = 0.0, draws: bool = False) -> TrialRecord:
+        """The record of a run, taken from the folder where it lies there already. Of a shaken one the first losses are enough. ``draws``: as for `measure`."""
         known = read_json(self.folder / f"{title}.json")
         if known is None:
             with self.trial(title, plan, seed, shake) as trial:
-                record = measure(trial, self.ticks, seconds() + PATIENCE_S, draws=True)
+                record = measure(trial, START_STEPS if shake else self.ticks, seconds() + PATIENCE_S, draws)
             if record.status != "finished":
                 raise SystemExit(f"guard: {self.name}, {title}: {record.status}: {record.reason[-400:]}\n{record.log_tail[-800:]}")
             known = record.to_json()
@@ -92,28 +107,47 @@ class Bed:
             trial.wait_ready(seconds() + PATIENCE_S)
             yield trial
 
+    def shaken(self, effect: Effect) -> list[TrialRecord]:
+        share = shake_for(effect)
+        return [self.record(f"shaken-{share.hex()}-{seed}", Plan(), seed, share) for seed in SEEDS[:2]]
+
     def observe(self, levers: list[Lever]) -> dict[str, Any]:
-        """What each lever says of this program, and the replica's answer for those that it can be asked about."""
+        """What each lever says of this program, and the answers of the replicas for those that they can be asked about."""
         path = self.folder / "observed.json"
-        seen: dict[str, Any] = read_json(path) or {"options": {}, "replicas": {}}
+        seen: dict[str, Any] = read_json(path) or {"options": {}, "replicas": {}, "late": {}}
         todo = [lever for lever in levers if lever.name not in seen["options"]]
         if not todo:
             return seen
         with self.running() as trial:
             answers = trial.ask({"do": "options"}, seconds() + PATIENCE_S)["options"]
-            for lever in todo:
-                seen["options"][lever.name] = answer = answers[lever.name]
-                effect = Effect(answer.get("effect") or lever.effect)
-                if "skip" not in answer and lever.live and effect is not Effect.EXACT:
-                    say(f"{self.name}: replica of {lever.name}")
-                    choice = Choice(lever.name, answer["values"][0])
-                    try:
-                        seen["replicas"][lever.name] = trial.ask({"do": "replica", "choices": [choice.to_json()]}, seconds() + PATIENCE_S)["replica"]
-                    except ProgramGone as gone:
-                        raise SystemExit(f"guard: {self.name} did not survive the replica of {lever.name}: {gone.record.reason[-400:]}") from None
+            seen["options"] |= {lever.name: answers[lever.name] for lever in todo}
+            asked = [lever for lever in todo if "skip" not in answers[lever.name] and lever.live and effect_of(lever, seen) is not Effect.EXACT]
+            for lever in asked:
+                seen["replicas"][lever.name] = self.replica(trial, lever, answers)
+            trial.go(self.late_ticks, seconds() + PATIENCE_S)
+            for lever in asked:
+                if not failed(seen["replicas"][lever.name]):
+                    seen["late"][lever.name] = self.replica(trial, lever, answers)
             trial.finish()
         write_json(path, seen)
         return seen
+
+    def replica(self, trial: Trial, lever: Lever, answers: dict[str, Any]) -> dict[str, Any]:
+        say(f"{self.name}: replica of {lever.name}")
+        choice = Choice(lever.name, answers[lever.name]["values"][0])
+        try:
+            told: dict[str, Any] = trial.ask({"do": "replica", "choices": [choice.to_json()]}, seconds() + PATIENCE_S)["replica"]
+        except ProgramGone as gone:
+            raise SystemExit(f"guard: {self.name} did not survive the replica of {lever.name}: {gone.record.reason[-400:]}") from None
+        return told
+
+
+def effect_of(lever: Lever, seen: dict[str, Any]) -> Effect:
+    return Effect(seen["options"][lever.name].get("effect") or lever.effect)
+
+
+def failed(replica: dict[str, Any] | None) -> list[dict[str, Any]]:
+    return [check for check in (replica or {}).get("checks", ()) if not check["passed"]]
 
 
 def verdict_of(bed: Bed, lever: Lever, seen: dict[str, Any]) -> GuardRecord | str:
@@ -121,43 +155,53 @@ def verdict_of(bed: Bed, lever: Lever, seen: dict[str, Any]) -> GuardRecord | st
     answer = seen["options"][lever.name]
     if "skip" in answer:
         return str(answer["skip"])
-    effect = Effect(answer.get("effect") or lever.effect)
-    replica = seen["replicas"].get(lever.name)
-    wrong = [c for c in (replica or {}).get("checks", ()) if not c["passed"]]
-    if wrong:
-        return GuardRecord.from_json({"verdict": "failed", "why": wrong[0]["why"], "checks": replica["checks"]})
-    plan = Plan((Choice(lever.name, answer["values"][0]),))
+    effect = effect_of(lever, seen)
+    replica, late = seen["replicas"].get(lever.name), seen["late"].get(lever.name)
+    for told, prefix in ((replica, ""), (late, "late ")):
+        if failed(told):
+            checks = [{**check, "name": prefix + check["name"]} for check in (told or {})["checks"]]
+            return GuardRecord.from_json({"verdict": "failed", "why": failed(told)[0]["why"], "checks": checks})
+    plan, draws = Plan((Choice(lever.name, answer["values"][0]),)), effect is Effect.RESAMPLED
     again, plain, tuned = bed.record("plain-again", Plan(), 0), [], []
     for seed in SEEDS:
-        plain.append(bed.record(f"plain-{seed}", Plan(), seed))
-        tuned.append(bed.record(f"{lever.name}-{seed}", plan, seed))
+        plain.append(bed.record(f"plain-{seed}", Plan(), seed, draws=True))
+        tuned.append(bed.record(f"{lever.name}-{seed}", plan, seed, draws=draws))
         if tuned[-1].skipped:
             return f"not applied: {tuned[-1].skipped[0]['reason']}"
         if effect is Effect.EXACT and seed == SEEDS[0]:
             first = judge(effect, plain, tuned, replica, again)
             if first.verdict == "failed":
                 return first
-    found = judge(effect, plain, tuned, replica, again)
+    found = judge(effect, plain, tuned, replica, again, late=late)
     if wants_shaken(found):
-        shaken = [bed.record(f"shaken-{seed}", Plan(), seed, SHAKE) for seed in SEEDS[:2]]
-        found = judge(effect, plain, tuned, replica, again, shaken)
+        found = judge(effect, plain, tuned, replica, again, bed.shaken(effect), late)
     return found
+
+
+def alone(bed: Bed, lever: Lever, effect: Effect) -> bool | None:
+    """Whether `start_agrees` lets the lever pass, from the run with the first seed; None where it was not run or nothing can be told."""
+    known = read_json(bed.folder / f"{lever.name}-{SEEDS[0]}.json")
+    if known is None or effect in (Effect.EXACT, Effect.RESAMPLED):
+        return None
+    agrees = start_agrees(effect, bed.record(f"plain-{SEEDS[0]}", Plan(), SEEDS[0], draws=True), TrialRecord.from_json(known), bed.shaken(effect))
+    return None if agrees is None else agrees.passed
 
 
 def rows_of(beds: list[Bed], levers: list[Lever]) -> list[dict[str, Any]]:
     rows = []
     for bed in beds:
-        seen = bed.observe(levers)
-        for lever in levers:
+        tried = [lever for lever in levers if bed.tries(lever)]
+        seen = bed.observe(tried)
+        for lever in tried:
             start = seconds()
             found = verdict_of(bed, lever, seen)
-            effect = Effect(seen["options"][lever.name].get("effect") or lever.effect)
+            effect = effect_of(lever, seen)
             row = {"program": bed.name, "lever": lever.name, "broken": lever.name in BROKEN, "claim": effect.value}
             if isinstance(found, str):
                 row |= {"outcome": "not applicable", "why": found}
             else:
                 row |= {"outcome": "rejected" if found.verdict == "failed" else "accepted", "verdict": found.verdict, "why": found.why,
-                        "checks": [c.to_json() for c in found.checks], **nearest(found)}
+                        "checks": [c.to_json() for c in found.checks], "alone": alone(bed, lever, effect), **nearest(found)}
             say(f"{bed.name}: {lever.name} {row['outcome']}{mark(row)} ({seconds() - start:.0f} s)")
             rows.append(row)
     return rows
@@ -182,16 +226,24 @@ def mark(row: dict[str, Any]) -> str:
 
 def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
     judged = [row for row in rows if row["outcome"] != "not applicable"]
-    return {"broken": sum(r["broken"] for r in judged), "false_accepts": sum(r["broken"] and r["outcome"] == "accepted" for r in judged),
-            "sound": sum(not r["broken"] for r in judged), "false_rejects": sum(not r["broken"] and r["outcome"] == "rejected" for r in judged)}
+    found = {}
+    for kind, wrong, of_kind in (("broken", "accepted", [r for r in judged if r["broken"]]), ("sound", "rejected", [r for r in judged if not r["broken"]])):
+        told = [r for r in of_kind if r["alone"] is not None]
+        found |= {kind: len(of_kind), f"false_{'accepts' if kind == 'broken' else 'rejects'}": sum(r["outcome"] == wrong for r in of_kind),
+                  f"{kind}_alone": len(told), f"{kind}_blamed": sum(not r["alone"] for r in told)}
+    return found
 
 
-def page(rows: list[dict[str, Any]]) -> str:
+def page(rows: list[dict[str, Any]], end: list[dict[str, Any]]) -> str:
     found = counts(rows)
     parts = ["# The guard's test bed\n",
              f"Broken levers accepted: **{found['false_accepts']} of {found['broken']}**. "
              f"Sound levers refused: **{found['false_rejects']} of {found['sound']}**.",
              f"One case is a lever in a program; {len(SEEDS)} seeds each.\n",
+             f"The first losses of one seed alone (`start_agrees`) blame {found['broken_blamed']} of {found['broken_alone']} broken levers that the",
+             f"replica accepts, and {found['sound_blamed']} of {found['sound_alone']} sound ones.\n",
+             "*late* is the replica after a stretch of training, *later* the step that a replica does once more after its updates. A replica does not do",
+             "again what the script does outside of its root modules: what breaks late in a loss there is seen by the losses alone.\n",
              "*check* is the comparison that decided: the first that failed, else the one that came nearest to its limit. A p-value (distribution,",
              "shift, draws) must stay above its limit, every other value at or below it; a bitwise comparison has neither. A deviation rarer than",
              "the steps that were run is beyond any such test.\n"]
@@ -200,7 +252,7 @@ def page(rows: list[dict[str, Any]]) -> str:
                  for row in sorted(rows, key=lambda r: r["lever"]) if row["broken"] is broken and row["outcome"] != "not applicable"]
         parts.append(f"\n## {title}\n\n" + markdown_table(("lever", "program", "claim", "outcome", "check", "value", "limit"), table))
     left = sorted({f"{row['lever']} in {row['program']} ({row['why']})" for row in rows if row["outcome"] == "not applicable"})
-    return "\n".join([*parts, f"\nNot applicable: {'; '.join(left) or 'nothing'}."])
+    return "\n".join([*parts, *end_section(end), f"\nNot applicable: {'; '.join(left) or 'nothing'}."])
 
 
 def number(value: float | None) -> str:
@@ -217,6 +269,7 @@ def main() -> int:
     parser.add_argument("--levers", default="", help="names of the bed's levers; all of them where none is given")
     parser.add_argument("--records", type=Path, help="folder for the records of all runs; a temporary one where none is given")
     parser.add_argument("--out", type=Path, help="write the results to this folder instead of bench/results")
+    parser.add_argument("--to-the-end", action="store_true", help="train the programs of bench/programs to their end too")
     args = parser.parse_args()
     programs, names = args.programs.split(","), set(filter(None, args.levers.split(",")))
     unknown = [*(p for p in programs if p not in PROGRAMS), *(names - {lever.name for lever in TABLE})]
@@ -225,9 +278,11 @@ def main() -> int:
     made, facts = stamp(), look()
     with tempfile.TemporaryDirectory(prefix="flatout-guard-") as temporary:
         folder = args.records or Path(temporary)
-        rows = rows_of([Bed(name, folder / name, facts) for name in programs], [lever for lever in TABLE if not names or lever.name in names])
+        beds = [Bed(name, folder / name, facts) for name in programs]
+        rows = rows_of(beds, [lever for lever in TABLE if not names or lever.name in names])
+        end = rows_of_the_end([bed for bed in beds if bed.name in OF_HALF_PRECISION], SEEDS) if args.to_the_end else []
     found = counts(rows)
-    text, data = write_result("guard", made, page(rows), {"rows": rows, "counts": found, "seeds": SEEDS},
+    text, data = write_result("guard", made, page(rows, end), {"rows": rows, "counts": found, "end": end, "seeds": SEEDS},
                               **({"folder": args.out} if args.out else {}))
     print(f"broken levers accepted: {found['false_accepts']} of {found['broken']}")
     print(f"sound levers refused: {found['false_rejects']} of {found['sound']}\n{text}\n{data}")

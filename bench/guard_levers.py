@@ -11,86 +11,36 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from guard_data import always_flipped, kept_too_late, no_augmentation, no_flip, other_constants, same_crop
+from guard_half import HALF_BAD, in_autocast
+from guard_tools import (
+    EXACT,
+    PRECISION,
+    RESAMPLED,
+    ROUNDING,
+    When,
+    anywhere,
+    around_step,
+    both,
+    hook_gradients,
+    in_root,
+    in_script,
+    lever_of,
+    modules,
+    with_group,
+    with_images,
+    with_layer,
+    with_optimizer,
+    with_transform,
+    with_weights,
+    without_tokens,
+)
+
 from flatout.levers import TABLE as SHELF
 from flatout.plan.lever import Lever, Options, Skip, Undo
-from flatout.plan.words import Effect, Moment
+from flatout.plan.words import Moment
 
 OF_SHELF = {lever.name: lever for lever in SHELF}
-EXACT, ROUNDING, RESAMPLED = Effect.EXACT, Effect.ROUNDING, Effect.RESAMPLED
-When = Callable[[Any], str]  # the reason why a lever does not apply to a Scene, or nothing
-
-
-# -- where a lever applies ------------------------------------------------------------------------------------------------
-
-
-def anywhere(scene: Any) -> str:
-    return ""
-
-
-def with_optimizer(scene: Any) -> str:
-    return "" if scene.optimizers else "no optimizer object"
-
-
-def with_group(*keys: str) -> When:
-    """Some optimizer has one of these settings switched on."""
-    return lambda scene: "" if any(g.get(k) for o in scene.optimizers for g in o.param_groups for k in keys) else f"no optimizer with {keys[0]}"
-
-
-def with_layer(*names: str) -> When:
-    return lambda scene: "" if scene.has_layer(*names) else f"no layer {names[0]}"
-
-
-def with_weights(count: int) -> When:
-    return lambda scene: "" if sum(p.numel() for p in scene.parameters) > count else f"at most {count} parameters"
-
-
-def without_tokens(scene: Any) -> str:
-    """A loss that is the mean over hundreds of tokens does not feel one more or less: 0.1 to 0.3 per cent."""
-    return "the loss is a mean over hundreds of tokens" if scene.has_layer("Embedding") else ""
-
-
-def with_transform(*names: str) -> When:
-    """The first data set that was loaded has a list of transforms with one of these. Before there is a loader it cannot be told."""
-    def when(scene: Any) -> str:
-        seen = scene._loaders._dataset
-        held = getattr(getattr(seen() if seen else None, "transform", None), "transforms", ())
-        return "" if not scene.steps or any(type(t).__name__.startswith(names) for t in held) else f"no transform {names[0]}"
-    return when
-
-
-def with_images(scene: Any) -> str:
-    return with_layer("Conv2d")(scene) if scene.steps else ""
-
-
-# -- tools ----------------------------------------------------------------------------------------------------------------
-
-
-def hook_gradients(scene: Any, ledger: Any, change: Callable[[Any], Any], only: slice = slice(None)) -> Undo:
-    for p in scene.parameters[only]:
-        ledger.call("gradient hook", p.register_hook(change).remove)
-    return ledger.restore
-
-
-def around_step(scene: Any, ledger: Any, make: Callable[[Any, Callable], Callable]) -> Undo:
-    for optimizer in scene.optimizers:
-        ledger.set(optimizer, "step", make(optimizer, optimizer.step), new=True)
-    return ledger.restore
-
-
-def around_transforms(scene: Any, ledger: Any, change: Callable[[list[Any]], list[Any]]) -> Undo:
-    """Change the list of transforms of every data set that a loader is made for."""
-    def rule(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-        transform = getattr(dataset, "transform", None)
-        if hasattr(transform, "transforms"):
-            transform.transforms = change(list(transform.transforms))
-        return arguments
-
-    scene.change_loaders(rule, ledger)
-    return ledger.restore
-
-
-def modules(scene: Any, *names: str) -> list[Any]:
-    return [m for root in scene.roots for m in root.modules() if type(m).__name__.startswith(names)]
 
 
 # -- good -----------------------------------------------------------------------------------------------------------------
@@ -168,7 +118,7 @@ def label_smoothing(scene: Any, value: Any, ledger: Any) -> Undo:
 def off_by_one_mean(scene: Any, value: Any, ledger: Any) -> Undo:
     """The mean over n samples divides by n - 1."""
     functional = scene.torch.nn.functional
-    for name in ("cross_entropy", "mse_loss"):
+    for name in ("cross_entropy", "mse_loss", "nll_loss", "binary_cross_entropy"):
         really = getattr(functional, name)
 
         def wrong(x: Any, target: Any, *args: Any, really: Any = really, **kwargs: Any) -> Any:
@@ -261,74 +211,7 @@ def eight_bits(x: Any) -> Any:
     return (x / step).round() * step
 
 
-# -- bad: data ------------------------------------------------------------------------------------------------------------
-
-
-def other_constants(scene: Any, value: Any, ledger: Any) -> Undo:
-    """Normalize with the constants of another data set (CIFAR-10)."""
-    def change(held: list[Any]) -> list[Any]:
-        for one in held:
-            if type(one).__name__ == "Normalize":
-                one.mean, one.std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-        return held
-    return around_transforms(scene, ledger, change)
-
-
-def no_augmentation(scene: Any, value: Any, ledger: Any) -> Undo:
-    """Every random transform is left out (a crop with padding becomes none at all)."""
-    return around_transforms(scene, ledger, lambda held: [t for t in held if not type(t).__name__.startswith(("Random", "ColorJitter"))])
-
-
-def always_flipped(scene: Any, value: Any, ledger: Any) -> Undo:
-    def change(held: list[Any]) -> list[Any]:
-        for one in held:
-            if type(one).__name__ == "RandomHorizontalFlip":
-                one.p = 1.0
-        return held
-    return around_transforms(scene, ledger, change)
-
-
-def no_flip(scene: Any, value: Any, ledger: Any) -> Undo:
-    return around_transforms(scene, ledger, lambda held: [t for t in held if type(t).__name__ != "RandomHorizontalFlip"])
-
-
-def same_crop(scene: Any, value: Any, ledger: Any) -> Undo:
-    """The crop is always the corner one: a generator that is never advanced."""
-    def change(held: list[Any]) -> list[Any]:
-        for one in held:
-            if type(one).__name__ == "RandomCrop":
-                one.get_params = lambda image, size: (0, 0, *size)
-        return held
-    return around_transforms(scene, ledger, change)
-
-
-def kept_too_late(scene: Any, value: Any, ledger: Any) -> Undo:
-    """Samples are kept after chance has had its say: the augmentations of the first epoch come again in every later one."""
-    class Kept:
-        def __init__(self, dataset: Any) -> None:
-            self.dataset, self.samples = dataset, {}
-
-        def __len__(self) -> int:
-            return len(self.dataset)
-
-        def __getitem__(self, index: int) -> Any:
-            if index not in self.samples:
-                self.samples[index] = self.dataset[index]
-            return self.samples[index]
-
-    scene.change_loaders(lambda dataset, arguments: {**arguments, "dataset": Kept(dataset)}, ledger)
-    return ledger.restore
-
-
 # -- the table ------------------------------------------------------------------------------------------------------------
-
-
-def _lever(name: str, effect: Effect, apply: Any, when: When = anywhere, moment: Moment = Moment.STEP) -> Lever:
-    def applies(facts: Any, scene: Any) -> Options | Skip:
-        reason = when(scene)
-        return Skip(reason) if reason else Options((True,))
-
-    return Lever(name, moment, effect, applies, lambda value: "", apply=apply, live=moment is not Moment.LOADER, page=(apply.__doc__ or "").strip())
 
 
 def _bad(of: str, when: When = anywhere) -> Lever:
@@ -336,7 +219,16 @@ def _bad(of: str, when: When = anywhere) -> Lever:
     lever = OF_SHELF[of]
     effect = RESAMPLED if of == "loader" else lever.effect
     moment = lever.moment if lever.moment is Moment.LOADER else Moment.STEP
-    return replace(_lever(f"{of}.known_bad", effect, lever.known_bad, when, moment), live=lever.live)
+    return replace(lever_of(f"{of}.known_bad", effect, lever.known_bad, when, moment), live=lever.live)
+
+
+def _where(of: str, when: When, name: str = "") -> Lever:
+    """A lever of the shelf, where it applies by itself and this does not speak against it."""
+    def applies(facts: Any, scene: Any) -> Options | Skip:
+        reason = when(scene)
+        return Skip(reason) if reason else OF_SHELF[of].applies(facts, scene)
+
+    return replace(OF_SHELF[of], name=name or of, applies=applies)
 
 
 def _good(of: str, value: Any, when: When = anywhere, name: str = "") -> Lever:
@@ -352,6 +244,15 @@ def _runs_in_bf16(scene: Any) -> str:
     return "oneDNN has no bfloat16 LSTM on many processors" if scene.has_layer("LSTM") and scene.device_type == "cpu" else ""
 
 
+dropout_of_images = in_root("self.dropout1(x)")
+
+
+def classes(scene: Any) -> str:
+    return "" if not scene.has_layer("Linear") or len(scene.parameters) > 2 else "no classes"
+
+
+with_mean_loss = both(without_tokens, in_script("cross_entropy", "CrossEntropyLoss", "nll_loss", "mse_loss", "binary_cross_entropy", "BCELoss"))
+
 GOOD: tuple[Lever, ...] = (
     OF_SHELF["malloc"],
     OF_SHELF["threads"],
@@ -360,18 +261,19 @@ GOOD: tuple[Lever, ...] = (
     OF_SHELF["loader"],
     OF_SHELF["cached_prefix"],
     OF_SHELF["batched_transforms"],
-    OF_SHELF["channels_last"],
+    _where("channels_last", lambda scene: "" if dropout_of_images(scene) else "dropout of images draws another mask"),
     _good("autocast", "bfloat16", _runs_in_bf16),
+    _good("reduced_precision", True, _runs_in_bf16),
     OF_SHELF["compile"],
     OF_SHELF["fused_ops"],
     _good("recompute", {"ops": "linear", "share": 1.0}),
     _good("inplace", True, with_layer("ReLU")),
     OF_SHELF["fused_optimizer"],
     _good("fused_optimizer", "foreach", with_optimizer, "foreach_optimizer"),
-    _lever("zero_grad_none", EXACT, zero_grad_none, with_optimizer),
-    _lever("bf16_like_noise", ROUNDING, bf16_like_noise),
-    _lever("ten_bit_products", ROUNDING, ten_bit_products),
-    _lever("one_ulp_as_rounding", ROUNDING, OF_SHELF["debug_off"].known_bad),
+    lever_of("zero_grad_none", EXACT, zero_grad_none, with_optimizer),
+    lever_of("bf16_like_noise", PRECISION, bf16_like_noise),
+    lever_of("ten_bit_products", PRECISION, ten_bit_products),
+    lever_of("one_ulp_as_rounding", ROUNDING, OF_SHELF["debug_off"].known_bad),
 )
 
 BAD: tuple[Lever, ...] = (
@@ -393,27 +295,35 @@ BAD: tuple[Lever, ...] = (
     _bad("cached_prefix", with_images),  # the neighbour's samples
     _bad("batched_transforms", with_images),  # images brighter
     # Over the ten gradients of the linear model eight bits are as fine as bfloat16.
-    _lever("eight_bit_gradients", ROUNDING, lambda scene, value, ledger: hook_gradients(scene, ledger, eight_bits), with_weights(100)),
-    _lever("gradients_twice", ROUNDING, lambda scene, value, ledger: hook_gradients(scene, ledger, lambda g: 2 * g)),
-    _lever("dropout_off", ROUNDING, dropout_off, with_layer("Dropout")),
-    _lever("stale_batchnorm", ROUNDING, stale_batchnorm, with_layer("BatchNorm")),
-    _lever("stale_gradient", ROUNDING, stale_gradient, with_optimizer),
-    _lever("label_smoothing", ROUNDING, label_smoothing, lambda scene: "" if not scene.has_layer("Linear") or len(scene.parameters) > 2 else "no classes"),
-    _lever("off_by_one_mean", ROUNDING, off_by_one_mean, without_tokens),
-    _lever("zero_grad_lost", ROUNDING, zero_grad_lost),
-    _lever("clip_lost", ROUNDING, clip_lost, lambda scene: "" if scene.has_layer("Embedding") else "nothing is clipped"),
-    _lever("step_4_skipped", ROUNDING, skipped_step(4), with_optimizer),
-    _lever("step_10_skipped", ROUNDING, skipped_step(10), with_optimizer),
-    _lever("state_lost", ROUNDING, state_lost, with_optimizer),
-    _lever("weight_decay_lost", ROUNDING, weight_decay_lost, with_group("weight_decay")),
-    _lever("bf16_weights", ROUNDING, coarse_weights(lambda p: p.bfloat16()), with_optimizer),
-    _lever("eight_bit_weights", ROUNDING, coarse_weights(eight_bits), with_optimizer),
-    _lever("other_constants", RESAMPLED, other_constants, with_transform("Normalize"), Moment.LOADER),
-    _lever("no_augmentation", RESAMPLED, no_augmentation, with_transform("Random"), Moment.LOADER),
-    _lever("no_flip", RESAMPLED, no_flip, with_transform("RandomHorizontalFlip"), Moment.LOADER),
-    _lever("always_flipped", RESAMPLED, always_flipped, with_transform("RandomHorizontalFlip"), Moment.LOADER),
-    _lever("same_crop", RESAMPLED, same_crop, with_transform("RandomCrop"), Moment.LOADER),
-    _lever("kept_too_late", RESAMPLED, kept_too_late, with_transform("Random"), Moment.LOADER),
+    lever_of("eight_bit_gradients", ROUNDING, lambda scene, value, ledger: hook_gradients(scene, ledger, eight_bits), with_weights(100)),
+    lever_of("gradients_twice", ROUNDING, lambda scene, value, ledger: hook_gradients(scene, ledger, lambda g: 2 * g)),
+    lever_of("dropout_off", ROUNDING, dropout_off, with_layer("Dropout")),
+    lever_of("stale_batchnorm", ROUNDING, stale_batchnorm, with_layer("BatchNorm")),
+    lever_of("stale_gradient", ROUNDING, stale_gradient, with_optimizer),
+    lever_of("label_smoothing", ROUNDING, label_smoothing, both(in_script("cross_entropy", "CrossEntropyLoss"), classes)),
+    lever_of("off_by_one_mean", ROUNDING, off_by_one_mean, with_mean_loss),
+    lever_of("zero_grad_lost", ROUNDING, zero_grad_lost),
+    lever_of("clip_lost", ROUNDING, clip_lost, in_script("clip_grad_norm_")),
+    lever_of("step_4_skipped", ROUNDING, skipped_step(4), with_optimizer),
+    lever_of("step_10_skipped", ROUNDING, skipped_step(10), with_optimizer),
+    lever_of("state_lost", ROUNDING, state_lost, with_optimizer),
+    lever_of("weight_decay_lost", ROUNDING, weight_decay_lost, with_group("weight_decay")),
+    lever_of("bf16_weights", ROUNDING, coarse_weights(lambda p: p.bfloat16()), with_optimizer),
+    lever_of("eight_bit_weights", ROUNDING, coarse_weights(eight_bits), with_optimizer),
+    lever_of("other_constants", RESAMPLED, other_constants, with_transform("Normalize"), Moment.LOADER),
+    lever_of("no_augmentation", RESAMPLED, no_augmentation, with_transform("Random"), Moment.LOADER),
+    lever_of("no_flip", RESAMPLED, no_flip, with_transform("RandomHorizontalFlip"), Moment.LOADER),
+    lever_of("always_flipped", RESAMPLED, always_flipped, with_transform("RandomHorizontalFlip"), Moment.LOADER),
+    lever_of("same_crop", RESAMPLED, same_crop, with_transform("RandomCrop"), Moment.LOADER),
+    *HALF_BAD,
+    _where("channels_last", dropout_of_images, "channels_last_with_dropout"),  # another mask under a claim of ROUNDING
+    lever_of("half_label_smoothing", PRECISION, in_autocast(label_smoothing), both(in_script("cross_entropy", "CrossEntropyLoss"), _runs_in_bf16, classes)),
+    lever_of("half_off_by_one_mean", PRECISION, in_autocast(off_by_one_mean), both(with_mean_loss, _runs_in_bf16)),
+    lever_of("half_zero_grad_lost", PRECISION, in_autocast(zero_grad_lost), _runs_in_bf16),
+    lever_of("half_clip_lost", PRECISION, in_autocast(clip_lost), both(in_script("clip_grad_norm_"), _runs_in_bf16)),
+    lever_of("half_dropout_off", PRECISION, in_autocast(dropout_off), both(with_layer("Dropout"), _runs_in_bf16)),
+    lever_of("half_gradients_twice", PRECISION, in_autocast(lambda scene, value, ledger: hook_gradients(scene, ledger, lambda g: 2 * g)), _runs_in_bf16),
+    lever_of("kept_too_late", RESAMPLED, kept_too_late, with_transform("Random"), Moment.LOADER),
 )
 
 TABLE: tuple[Lever, ...] = (*GOOD, *BAD)

@@ -2,11 +2,14 @@
 
 DIR holds ``set.json``: a list of {"name", "cwd", "argv", "env"}; a relative ``cwd`` is taken from DIR. The scripts are not edited.
 
-Tuning (the default). For each script `flatout tune --budget B --no-write COMMAND` runs as a person would run it, with its records
-in a temporary folder. What its session claims is then measured again without its help: three fresh pairs of processes, the
-plain script against the script under the plan, taking turns block by block, with seeds the tuner has not used. A ratio is the
-plain script's mean step time over the plan's: the median over pairs, with a 95 % interval (bootstrap over pairs and rounds). A
+Tuning (the default). For each script `flatout tune --no-write COMMAND` runs as a person would run it, with its records in a temporary
+folder; without --budget it spends what it chooses itself. What its session claims is then measured again without its help: three fresh
+sets of processes, the plain script and the script under the plan, taking turns block by block, with seeds the tuner has not used. A ratio
+is the plain script's mean step time over the plan's: the median over sets, with a 95 % interval (bootstrap over sets and rounds). A
 script for which the tuner keeps the plain program counts as 1.
+
+Experts (--experts). In the same sets, and in turns with the others, the script runs under the plan that an expert chose by hand: a plan file of
+bench/experts with the script's name. A lever that is `true` there takes its first value that this machine has.
 
 Transparency (--transparent). `flatout trial --plan none --seed 0` against a recorder of 60 lines that shares no code with flatout: the
 loss of every backward pass must agree bit for bit; a script that ends by itself must have the same output and exit code.
@@ -19,38 +22,48 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import transparency
-from pairs import fresh_pairs, spell, standing_in
-from provenance import RESULTS, markdown_table, read_result, stamp, write_result
+from open_set_page import again_of, transparent_page, tuned_page
+from pairs import FIRST_SEED, ROUNDS, SideOfContest, contest, ratio_of, rounds_of, spell, standing_in
+from provenance import HERE, RESULTS, read_result, stamp, write_result
 
 from flatout.cli.arguments import Duration
 from flatout.launch.command import understand
-from flatout.measure.statistics import geometric_mean
+from flatout.levers import TABLE
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder
+from flatout.plan.lever import Options
 from flatout.plan.plan import Plan
-from flatout.plan.plan import spell as spell_choice
 from flatout.plan.records import SessionRecord
+from flatout.plan.words import Moment
 from flatout.probe.machine import look
+from flatout.tune.prior import device_kind
 from flatout.tune.session import load_session, plan_of
 
 PAIRS = 3
+SET_S = 120.0  # a set of processes takes turns for so long, and one round at least
 OVERTIME = 2.0  # a tuner that takes this many times its budget, and two minutes, is ended and counted as failed
+LONGEST_OWN_S = 1800.0  # the same for one that chooses its budget itself
+EXPERTS = HERE / "experts"
 
 
-def tune(argv: list[str], budget_s: float, job: Path, longest_s: float | None = None) -> tuple[SessionRecord | None, str]:
-    """`flatout tune` in a process of its own, in the present folder. The session, and what went wrong."""
-    longest_s = longest_s or OVERTIME * budget_s + 120
-    command = [sys.executable, "-m", "flatout", "tune", "--budget", f"{budget_s:g}s", "--job", str(job), "--no-write", *argv]
+def tune(argv: list[str], budget_s: float | None, job: Path, longest_s: float | None = None,
+         horizon_s: float | None = None) -> tuple[SessionRecord | None, str]:
+    """`flatout tune` in a process of its own, in the present folder; budget and horizon are its own unless given. The session, and what went wrong."""
+    longest_s = longest_s or (LONGEST_OWN_S if budget_s is None else OVERTIME * budget_s + 120)
+    times = [word for option, time_s in (("--budget", budget_s), ("--horizon", horizon_s)) if time_s is not None for word in (option, f"{time_s:g}s")]
+    command = [sys.executable, "-m", "flatout", "tune", *times, "--job", str(job), "--no-write", *argv]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         said, _ = process.communicate(timeout=longest_s)
@@ -69,8 +82,9 @@ def tune(argv: list[str], budget_s: float, job: Path, longest_s: float | None = 
     return session, ""
 
 
-def measure_script(script: dict[str, Any], home: Path, budget_s: float, facts: Facts, pairs: int, keep: Path | None) -> dict[str, Any]:
-    """Tune one script and measure the claim again."""
+def measure_script(script: dict[str, Any], home: Path, budget_s: float | None, facts: Facts, pairs: int, keep: Path | None,
+                   expert: tuple[Plan, list[str]] | None = None) -> dict[str, Any]:
+    """Tune one script and measure the claim again, beside the expert's plan where there is one."""
     place = Path(tempfile.mkdtemp(prefix="open-set-"))
     found: dict[str, Any] = {"made": stamp(facts), "budget_s": budget_s}
     try:
@@ -78,20 +92,73 @@ def measure_script(script: dict[str, Any], home: Path, budget_s: float, facts: F
             session, failure = tune(script["argv"], budget_s, place / "tune")
             if session is not None:
                 found |= summary(session)
+                found["device_kind"] = device_kind(facts, session.scene.get("device"))
             if failure or session is None:
                 return {**found, "status": "failed", "why": failure}
             found["status"] = "tuned"
             plan = plan_of(session)
-            if len(plan):
-                again = fresh_pairs(understand(script["argv"]), Plan(), plan, JobFolder(place / "again").make(), facts, pairs,
-                                    heard=lambda at, found: print(f"    pair {at + 1}: {spell(found.ratio)}", flush=True))
-                found["measured_again"] = again.to_json()
-                found["not_applied"] = sorted({c["name"] for _, tuned in again.records for c in tuned.skipped})
+            plans = {"plain": Plan(), **({"flatout": plan} if len(plan) else {}), **({"expert": expert[0]} if expert is not None else {})}
+            if len(plans) > 1:
+                found |= measured_again(script["argv"], plans, JobFolder(place / "again").make(), facts, pairs)
+            if expert is not None:
+                found["expert"]["not_applied"] = sorted({*found["expert"]["not_applied"], *expert[1]})
         return found
     finally:
         if keep is not None:
             shutil.copytree(place, keep / script["name"], dirs_exist_ok=True, ignore=shutil.ignore_patterns("saved"))
         shutil.rmtree(place, ignore_errors=True)
+
+
+def measured_again(argv: list[str], plans: dict[str, Plan], job: JobFolder, facts: Facts, sets: int) -> dict[str, Any]:
+    """Fresh sets of processes, one a plan. A tuner that keeps the plain program is the plain side when it is compared with the expert."""
+    command = understand(argv)
+    sides = {name: SideOfContest(name, command, plan) for name, plan in plans.items()}
+    plain = sides["plain"]
+
+    def observe(done: int) -> None:
+        print(f"    set {done}: {', '.join(f'{name} {spell(ratio_of(plain, side))}' for name, side in sides.items() if side is not plain)}", flush=True)
+
+    contest(list(sides.values()), job, facts, sets, ROUNDS, math.inf, observe, FIRST_SEED, SET_S)
+    found: dict[str, Any] = {}
+    if flatout := sides.get("flatout"):
+        found["measured_again"], found["not_applied"] = as_json(plain, flatout), skipped_by(flatout)
+    if expert := sides.get("expert"):
+        found["expert"] = {
+            "plan": expert.plan.describe(), "choices": [{"name": c.name, "value": c.value} for c in expert.plan], "not_applied": skipped_by(expert),
+            "measured": as_json(plain, expert), "flatout_over_expert": as_json(expert, flatout or plain)}
+    return found
+
+
+def as_json(a: SideOfContest, b: SideOfContest) -> dict[str, Any]:
+    """How many times as fast ``b`` is as ``a``, with every round."""
+    ratio = ratio_of(a, b)
+    failure = "; ".join(f"{side.name}: {side.failure}" for side in (a, b) if side.failure)
+    return {"ratio": ratio.to_json() if ratio else None, "failure": failure, "rounds_ms": [[(r.a_ms, r.b_ms) for r in pair] for pair in rounds_of(a, b)]}
+
+
+def skipped_by(side: SideOfContest) -> list[str]:
+    """Levers of its plan that the program did not take."""
+    return sorted({choice["name"] for record in side.records for choice in record.skipped})
+
+
+def expert_plan(name: str, facts: Facts) -> tuple[Plan, list[str]] | None:
+    """The plan file of that script, with the values that this machine has, and the levers that it has not; None where there is no file.
+
+    Raises PlanError where it cannot be read.
+    """
+    path = EXPERTS / f"{name}.toml"
+    if not path.is_file():
+        return None
+    plan, levers, absent = Plan.read(path), {lever.name: lever for lever in TABLE}, []
+    for choice in plan:
+        lever = levers.get(choice.name)
+        if lever is not None and lever.moment is Moment.PROCESS and choice.value is True:  # nothing inside the program will choose the value
+            answer = lever.applies(facts, None)
+            if isinstance(answer, Options):
+                plan = plan.with_choice(replace(choice, value=answer.value_for(True)))
+            else:
+                plan, absent = plan.without(choice.name), [*absent, choice.name]
+    return plan, absent
 
 
 def summary(session: SessionRecord) -> dict[str, Any]:
@@ -104,80 +171,39 @@ def summary(session: SessionRecord) -> dict[str, Any]:
         "guard": {"verdict": session.guard.verdict, "why": session.guard.why}, "payback_steps": session.payback_steps, "scene": session.scene,
         "baseline_step_ms": session.baseline.step_ms, "phases": session.baseline.phases, "unit": session.baseline.unit,
         "levers": [lever.to_json() for lever in session.levers], "contests": [contest.to_json() for contest in session.contests],
+        "blocks": compact(session.blocks), "disturbance": session.disturbance,
     }
 
 
-def again_of(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """The ratio that was measured again; 1 where the plain program stays; None where nothing came of it."""
-    if entry.get("status") != "tuned":
-        return None
-    if not entry["choices"]:
-        return {"median": 1.0, "low": 1.0, "high": 1.0, "n": 0}
-    ratio: dict[str, Any] | None = entry.get("measured_again", {}).get("ratio")
-    return ratio
+def compact(blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The measured blocks of one machine as rows of numbers: process, window, wall time in s, ms a step, and the places in ``keys`` of what was on."""
+    keys = sorted({key for block in blocks for key in block["on"]})
+    at = {key: place for place, key in enumerate(keys)}
+    return {"keys": keys, "rows": [[b["process"], b["window"], b["at_s"], round(b["ms"], 4), *sorted(at[key] for key in b["on"])] for b in blocks]}
 
 
-def tuned_page(scripts: dict[str, dict[str, Any]]) -> str:
-    rows, lever_rows = [], []
-    for name, entry in scripts.items():
-        if entry["status"] == "failed":
-            rows.append((name, "failed: " + entry["why"].splitlines()[0][:160], "-", "-", "-", "-", "-", entry["made"]["versions"]["flatout"]))
-            continue
-        again = spell(again_of(entry)) if entry["choices"] else "plain stays (1)"
-        if entry.get("measured_again", {}).get("failure"):
-            again += f" (then: {entry['measured_again']['failure'][:80]})"
-        if entry.get("not_applied"):
-            again += f" (not applied: {', '.join(entry['not_applied'])})"
-        guard = entry["guard"]
-        rows.append((name, entry["plan"], f"{entry['baseline_step_ms']:.3g} ms", spell(entry["session_ratio"]), again, spell(entry["noise_floor"]),
-                     f"{guard['verdict']}: {guard['why']}" if entry["choices"] or guard["verdict"] == "failed" else guard["why"],
-                     entry["made"]["versions"]["flatout"]))
-        for lever in entry["levers"]:
-            ratio = None if lever["ratio"] is None else {"median": lever["ratio"], "low": lever["low"], "high": lever["high"]}
-            lever_rows.append((name, lever["name"] if lever["value"] is None else spell_choice(lever["name"], lever["value"]), lever["status"],
-                               f"{spell(ratio)} ({lever['how']}, n={lever['n']})" if ratio else "-", lever["reason"]))
-    ratios = {name: again for name, entry in scripts.items() if (again := again_of(entry))}
-    parts = ["# Public training scripts, tuned\n",
-             "Baseline: the plain script, fresh processes, interleaved. Session: what `flatout tune` says; measured again: three fresh pairs after it.\n",
-             markdown_table(("script", "plan", "plain step", "session", "measured again", "A/A in the session", "guard", "flatout"), rows), ""]
-    if ratios:
-        worst = min(ratios, key=lambda name: ratios[name]["low"])
-        parts.append(f"Geometric mean of {len(ratios)} scripts, measured again: {geometric_mean([r['median'] for r in ratios.values()]):.3f}x. "
-                     f"Worst lower end: {ratios[worst]['low']:.2f}x ({worst}). Scripts of the set without a figure: {len(scripts) - len(ratios)}.")
-    settings = ", ".join(sorted({f"budget {entry['budget_s']:g} s" for entry in scripts.values()}))
-    parts.append(f"\nSettings: {settings}.\n\n## Every lever\n")
-    parts.append(markdown_table(("script", "lever", "ended as", "alone, against plain", "because"), lever_rows))
-    return "\n".join(parts)
-
-
-def transparent_page(scripts: dict[str, dict[str, Any]]) -> str:
-    rows = [(name, entry["verdict"], entry["why"].splitlines()[0][:200], "by itself" if entry.get("ended") else "stopped", entry.get("output", "-"),
-             f"{entry['plain']['exit_code']} / {entry['flatout']['exit_code']}" if entry.get("ended") and "plain" in entry else "-")
-            for name, entry in scripts.items()]
-    same = sum(entry["verdict"] == "same" for entry in scripts.values())
-    given = "; ".join(f"{name}: {' '.join(f'{key}={value}' for key, value in entry['env'].items())}" for name, entry in scripts.items() if entry["env"])
-    return "\n".join([
-        "# Public training scripts, attached and plain\n",
-        "Baseline: the same script with seed 0 under a recorder that shares no code with flatout. The losses are compared bit for bit. Output is judged\n"
-        "where a script ends by itself; scripts that print times differ from themselves there.\n",
-        markdown_table(("script", "verdict", "losses", "ended", "standard output", "exit code plain / flatout"), rows),
-        f"\nThe same: {same} of {len(scripts)}.", *([f"Environment on both sides: {given}."] if given else [])])
+def finished(entry: dict[str, Any] | None, beside_expert: bool) -> bool:
+    """Whether an earlier run has done this script, with the expert's plan where that is asked for."""
+    if entry is None or "failed" in (entry.get("status"), entry.get("verdict")):
+        return False
+    return "expert" in entry or not beside_expert
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dir", type=Path, metavar="DIR", help="the folder that holds set.json")
-    parser.add_argument("--budget", default="5m", help="time to tune each script (default 5m)")
+    parser.add_argument("--budget", help="time to tune each script (default: what `flatout tune` chooses)")
+    parser.add_argument("--experts", action="store_true", help="measure the expert's plan (bench/experts) beside flatout's")
     parser.add_argument("--only", default="", help="only these scripts, separated by commas")
     parser.add_argument("--transparent", action="store_true", help="compare losses, output and exit code instead of tuning")
     parser.add_argument("--steps", type=int, default=30, help="with --transparent: steps after the warm-up (default 30)")
     parser.add_argument("--limit", default="10m", help="with --transparent: the longest that one run of a script may take (default 10m)")
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="fresh pairs of the second measurement (default 3)")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="fresh sets of processes of the second measurement (default 3)")
     parser.add_argument("--again", action="store_true", help="do again what is done already")
     parser.add_argument("--keep", type=Path, help="keep each script's records (session, report, trials) in this folder")
     parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
-    budget_s, limit_s = (Duration().convert(text, None, None) for text in (args.budget, args.limit))
+    budget_s, limit_s = (None if text is None else Duration().convert(text, None, None) for text in (args.budget, args.limit))
     home = args.dir.resolve()
     scripts = json.loads((home / "set.json").read_text(encoding="utf-8"))
     only = [word for word in args.only.split(",") if word]
@@ -185,13 +211,14 @@ def main() -> None:
         parser.error(f"{home.name}/set.json has no {', '.join(sorted(unknown))}; it has {', '.join(s['name'] for s in scripts)}")
     theme = "transparent" if args.transparent else "open_set"
     facts = look()
+    experts = {s["name"]: expert for s in scripts if (expert := expert_plan(s["name"], facts))} if args.experts else {}
     made = stamp(facts)
     hidden = {str(home): "SET"}
     done = read_result(theme, made, args.out).get("scripts", {})
     order = [s["name"] for s in scripts]
     for script in scripts:
         name = script["name"]
-        if (only and name not in only) or (name in done and not args.again and "failed" not in (done[name].get("status"), done[name].get("verdict"))):
+        if (only and name not in only) or (not args.again and finished(done.get(name), name in experts)):
             continue
         print(f"{name} ...", flush=True)
         if args.transparent:
@@ -199,9 +226,10 @@ def main() -> None:
             found = {"made": stamp(facts), "env": extra, **transparency.compare(script["argv"], home / script["cwd"], extra, args.steps, limit_s)}
             print(f"{name}: {found['verdict']}: {found['why']}; output: {found.get('output', '-')}", flush=True)
         else:
-            found = measure_script(script, home, budget_s, facts, args.pairs, args.keep.resolve() if args.keep else None)
+            found = measure_script(script, home, budget_s, facts, args.pairs, args.keep.resolve() if args.keep else None, experts.get(name))
             claim, again = spell(found.get("session_ratio")), spell(again_of(found))
-            print(f"{name}: {found.get('plan', '-')}: session {claim}, measured again {again} {found.get('why', '')}", flush=True)
+            beside = f", of the expert's {spell(found['expert']['flatout_over_expert']['ratio'])}" if "expert" in found else ""
+            print(f"{name}: {found.get('plan', '-')}: session {claim}, measured again {again}{beside} {found.get('why', '')}", flush=True)
         done[name] = found
         done = {known: done[known] for known in [*order, *(n for n in done if n not in order)] if known in done}
         write_result(theme, made, (transparent_page if args.transparent else tuned_page)(done), {"scripts": done}, hidden, args.out)

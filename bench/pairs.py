@@ -1,11 +1,12 @@
 """Fresh processes that take turns, with flatout's own arena, for a benchmark that measures a claim again.
 
-What the tuner says of itself is not used here: programs are started anew, and only the instrument (the baton, the clock, the
+What the tuner says of itself is not used here: fresh programs are started, and only the instrument (the baton, the clock, the
 statistics) is the same.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,10 +23,11 @@ from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Plan
 from flatout.plan.records import Ratio, TrialRecord
-from flatout.trial.parent import ProgramGone, Trial
+from flatout.trial.parent import ProgramGone
 from flatout.tune.arena import Arena, Entrant, ask_options
 
 ROUNDS = 6
+FIRST_SEED = 100  # none of the tuner's
 PATIENCE_S = 300.0
 SETTLING_TICKS = 5
 
@@ -67,49 +69,6 @@ def enter(arena: Arena, plan: Plan, seed: int, patience_s: float = PATIENCE_S) -
 
 
 @dataclass
-class Pairs:
-    """Rounds of each pair of fresh processes, and how the pairs ended. ``ratio`` is A's time over B's."""
-
-    rounds: list[list[Round]] = field(default_factory=list)
-    records: list[tuple[TrialRecord, TrialRecord]] = field(default_factory=list)
-    failure: str = ""
-
-    @property
-    def ratio(self) -> Ratio | None:
-        return compare(self.rounds) if any(self.rounds) else None
-
-    def to_json(self) -> dict[str, Any]:
-        ratio = self.ratio
-        return {"ratio": ratio.to_json() if ratio else None, "failure": self.failure, "rounds_ms": [[(r.a_ms, r.b_ms) for r in pair] for pair in self.rounds]}
-
-
-def fresh_pairs(command: Command, a: Plan, b: Plan, job: JobFolder, facts: Facts, pairs: int = 3, rounds: int = ROUNDS, first_seed: int = 100,
-                pair_s: float = 120.0, heard: Callable[[int, Pairs], None] = lambda at, found: None) -> Pairs:
-    """Fresh pairs of processes, ``a`` against ``b``; who starts first changes from pair to pair. Seeds are none of the tuner's."""
-    found = Pairs()
-    arena = Arena(command, job, facts)
-    try:
-        for at in range(pairs):
-            entrants: list[Entrant] = []
-            try:
-                for plan in (a, b) if at % 2 == 0 else (b, a):
-                    entrants.append(enter(arena, plan, first_seed + at))
-                first, second = (e.trial for e in (entrants if at % 2 == 0 else reversed(entrants)))
-                found.rounds.append(arena.pair(first, second, rounds, seconds() + pair_s))
-                found.records.append((first.finish(), second.finish()))
-            except ProgramGone as gone:
-                found.failure = last_line(gone.record)
-                return found
-            finally:
-                for entrant in entrants:
-                    arena.dismiss(entrant.trial)
-            heard(at, found)
-    finally:
-        arena.close()
-    return found
-
-
-@dataclass
 class SideOfContest:
     """One program of a contest of many: its command, its plan, and what was seen of it."""
 
@@ -123,18 +82,19 @@ class SideOfContest:
 
 
 def contest(sides: Sequence[SideOfContest], job: JobFolder, facts: Facts, sets: int, rounds: int, until_s: float,
-            heard: Callable[[int], None] = lambda at: None) -> int:
+            heard: Callable[[int], None] = lambda at: None, first_seed: int = 0, set_s: float = math.inf) -> int:
     """Sets of fresh processes, one a side, that take turns block by block; the order is turned round each round and each set.
 
-    A side that does not come through is named in its ``failure`` and left out from then on. No set is begun that, by the length
-    of the last one, would end after ``until_s``. Returns the number of whole sets.
+    A side that does not come through is named in its ``failure`` and left out from then on; of several sides, one that is left is not measured alone. All
+    sides of a set have one seed, and the next set has the next one. No set is begun that, by the length of the last one, would end after ``until_s``; a set
+    takes turns for ``set_s`` seconds, and for one round at least. Returns the number of whole sets.
     """
     done, longest = 0, 0.0
     while done < sets and (done == 0 or seconds() + longest < until_s):
         start, able = seconds(), [side for side in sides if not side.failure]
-        if not able:
+        if len(able) < min(2, len(sides)):
             break
-        if not _one_set(able, done, job, facts, rounds):
+        if not _one_set(able, done, first_seed + done, job, facts, rounds, set_s):
             continue
         longest = seconds() - start
         done += 1
@@ -142,40 +102,127 @@ def contest(sides: Sequence[SideOfContest], job: JobFolder, facts: Facts, sets: 
     return done
 
 
-def _one_set(sides: Sequence[SideOfContest], at: int, job: JobFolder, facts: Facts, rounds: int) -> bool:
+Running = dict[str, tuple[Arena, Entrant]]
+
+
+def _one_set(sides: Sequence[SideOfContest], at: int, seed: int, job: JobFolder, facts: Facts, rounds: int, set_s: float) -> bool:
     """One fresh process a side, ``rounds`` blocks each. False where a side fell out: the set does not count."""
     order = list(sides) if at % 2 == 0 else list(reversed(sides))
-    running: dict[str, tuple[Arena, Trial, float]] = {}
-    blocks: dict[str, list[float]] = {side.name: [] for side in order}
-    side = None
+    running: Running = {}
     try:
         for side in order:
-            arena = Arena(side.command, job, facts)
-            running[side.name] = arena, (entrant := enter(arena, side.plan, at)).trial, entrant.start_s
-        for turn in range(rounds):
-            furthest = max(trial.ticks_done for _, trial, _ in running.values())
-            for side in order if turn % 2 == 0 else reversed(order):
-                arena, trial, _ = running[side.name]
-                blocks[side.name].append(arena.block(trial, furthest))
+            with _blamed(side):
+                _enter_side(side, seed, job, facts, running)
+        blocks = _turns(order, running, rounds, set_s)
+        records = {}
         for side in order:
-            _, trial, start_s = running[side.name]
-            side.records.append(trial.finish())
-            side.start_s.append(start_s)
-            side.blocks_ms.append(blocks[side.name])
-        return True
-    except ProgramGone as gone:
-        assert side is not None
-        side.failure = last_line(gone.record)
+            with _blamed(side):
+                records[side.name] = running[side.name][1].trial.finish()
+    except ProgramGone:
         return False
     finally:
-        for arena, _, _ in running.values():
+        for arena, _ in running.values():
             arena.close()
+    for side in order:  # only now: a set counts for every side or for none
+        side.records.append(records[side.name])
+        side.start_s.append(running[side.name][1].start_s)
+        side.blocks_ms.append(blocks[side.name])
+    return True
+
+
+def _enter_side(side: SideOfContest, seed: int, job: JobFolder, facts: Facts, running: Running) -> None:
+    """Start a side. Sides of one command share an arena: a block has as many ticks for each of them, by the mean length of their ticks."""
+    shared = [arena for arena, _ in running.values() if arena.command == side.command]
+    arena = shared[0] if shared else Arena(side.command, job, facts)
+    tick_ms, prefetched = arena.tick_ms * len(shared), arena.prefetched_ticks if shared else 0
+    try:
+        entrant = enter(arena, side.plan, seed)
+    except BaseException:
+        if not shared:
+            arena.close()
+        raise
+    arena.tick_ms, arena.prefetched_ticks = (tick_ms + arena.tick_ms) / (len(shared) + 1), max(prefetched, arena.prefetched_ticks)
+    running[side.name] = arena, entrant
+
+
+def _turns(order: Sequence[SideOfContest], running: Running, rounds: int, set_s: float) -> dict[str, list[float]]:
+    """Milliseconds a tick of each side's blocks, as many for each. Ended early, never before one round, by the clock or by the end of a program."""
+    blocks: dict[str, list[float]] = {side.name: [] for side in order}
+    until_s = seconds() + set_s
+    for turn in range(rounds):
+        furthest = max(entrant.trial.ticks_done for _, entrant in running.values())
+        times = {}
+        for side in order if turn % 2 == 0 else reversed(order):
+            arena, entrant = running[side.name]
+            try:
+                with _blamed(side, turn > 0):
+                    times[side.name] = arena.block(entrant.trial, furthest)
+            except ProgramGone as gone:
+                if turn and gone.record.status == "ended":
+                    return blocks
+                raise
+        for name, ms in times.items():
+            blocks[name].append(ms)
+        if seconds() >= until_s:
+            break
+    return blocks
+
+
+@contextmanager
+def _blamed(side: SideOfContest, may_end: bool = False) -> Iterator[None]:
+    """A program that goes in here is named in the ``failure`` of its side; ``may_end`` where its own end is none."""
+    try:
+        yield
+    except ProgramGone as gone:
+        if not (may_end and gone.record.status == "ended"):
+            side.failure = last_line(gone.record)
+        raise
+
+
+def rounds_of(a: SideOfContest, b: SideOfContest) -> list[list[Round]]:
+    return [[Round(x, y) for x, y in zip(one, other, strict=True)] for one, other in zip(a.blocks_ms, b.blocks_ms, strict=False)]
 
 
 def ratio_of(a: SideOfContest, b: SideOfContest) -> Ratio | None:
     """How many times faster ``b`` is than ``a``, over the sets that both came through."""
-    pairs = [[Round(x, y) for x, y in zip(one, other, strict=True)] for one, other in zip(a.blocks_ms, b.blocks_ms, strict=False)]
+    pairs = rounds_of(a, b)
     return compare(pairs) if any(pairs) else None
+
+
+@dataclass
+class Pairs:
+    """Two sides of a contest and how it ended. ``ratio`` is A's time over B's."""
+
+    a: SideOfContest
+    b: SideOfContest
+
+    @property
+    def rounds(self) -> list[list[Round]]:
+        return rounds_of(self.a, self.b)
+
+    @property
+    def records(self) -> list[tuple[TrialRecord, TrialRecord]]:
+        return list(zip(self.a.records, self.b.records, strict=True))
+
+    @property
+    def failure(self) -> str:
+        return self.a.failure or self.b.failure
+
+    @property
+    def ratio(self) -> Ratio | None:
+        return ratio_of(self.a, self.b)
+
+    def to_json(self) -> dict[str, Any]:
+        ratio = self.ratio
+        return {"ratio": ratio.to_json() if ratio else None, "failure": self.failure, "rounds_ms": [[(r.a_ms, r.b_ms) for r in pair] for pair in self.rounds]}
+
+
+def fresh_pairs(command: Command, a: Plan, b: Plan, job: JobFolder, facts: Facts, pairs: int = 3, rounds: int = ROUNDS, first_seed: int = FIRST_SEED,
+                pair_s: float = 120.0, heard: Callable[[int, Pairs], None] = lambda at, found: None) -> Pairs:
+    """Fresh pairs of processes, ``a`` against ``b``, until one fails; who starts first changes from pair to pair. Seeds are none of the tuner's."""
+    found = Pairs(SideOfContest("a", command, a), SideOfContest("b", command, b))
+    contest((found.a, found.b), job, facts, pairs, rounds, math.inf, lambda done: heard(done - 1, found), first_seed, pair_s)
+    return found
 
 
 def spell(ratio: Ratio | Mapping[str, Any] | None) -> str:

@@ -60,8 +60,8 @@ def sessions(folder: Path):
         (["--budget", "nan", "python", "train.py"], 2, "not a time"),
         (["--budget", "", "python", "train.py"], 2, "not a time"),
         (["--levers", "tf23", "python", "train.py"], 2, "there is no lever tf23"),
-        (["--effects", "changes_math", "python", "train.py"], 2, "never by the tuner"),
-        (["--effects", "none", "python", "train.py"], 2, "use some of exact, rounding, resampled"),
+        (["--effects", "changes_math", "python", "train.py"], 2, "chosen by name in a plan"),
+        (["--effects", "none", "python", "train.py"], 2, "use some of exact, rounding, precision, resampled"),
         ([], 2, "no program was given"),
     ],
 )
@@ -106,7 +106,7 @@ def test_programs_that_cannot_be_tuned(tune, flatout, script, ending, code, says
     [
         (["python", "-c", "print(1)"], "no Python process of it imported torch"),
         (["sh", "-c", "true"], "no Python process of it imported torch"),
-        (["python", "-I", "train.py"], "`python -I` keeps flatout out"),
+        (["python", "-I", "train.py"], "`python -I` disables flatout"),
     ],
 )
 def test_nothing_to_enter(tune, flatout, script, words, says):

@@ -283,9 +283,10 @@ def test_levers_act_and_what_cannot_is_named(train):
     line = done.err.splitlines()[0]
     applied, _, left = line.partition("; not applied: ")
     assert applied == "flatout: applied fused_optimizer=fused"
-    for part in ("no_such_lever (this flatout has no such lever; see `flatout levers`)", "channels_last (no layer here works on images)",
+    for part in ("no_such_lever (this flatout has no such lever; see `flatout levers`)",
+                 "channels_last (no module of the model is an nn.Conv2d or nn.ConvTranspose2d)",
                  "loader=3 (it failed at the start (TypeError: ", "malloc=nosuchmalloc (nosuchmalloc is not installed here)",
-                 "tf32 (the model is not on a CUDA device)"):
+                 "tf32 (no parameter of the program is on a CUDA device)"):
         assert part in left
 
 

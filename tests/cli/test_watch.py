@@ -13,6 +13,7 @@ import pytest
 pytestmark = pytest.mark.timeout(120)
 
 PROGRAM = '''\
+import time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(0)
@@ -44,7 +45,7 @@ def test_a_file_gets_one_line_at_the_end_and_the_output_stays(flatout, script):
 
 def test_a_terminal_has_a_row_of_its_own_and_gets_it_back(flatout, script):
     """What the program prints comes through whole; the live row is written between saving and restoring the cursor."""
-    script(PROGRAM.replace("EPOCHS", "15"))
+    script(PROGRAM.replace("EPOCHS", "15") + "    time.sleep(0.2)\n")  # 3 s: the row is drawn on any machine
     outside, inside = pty.openpty()
     import fcntl
     import struct

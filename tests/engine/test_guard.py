@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flatout.engine.guard import judge
+from flatout.engine.guard import judge, shake_for, start_agrees, wants_shaken
+from flatout.engine.resolution import significant_bits
 from flatout.plan.records import TrialRecord
 from flatout.plan.words import Effect
 
-EFFECTS = st.sampled_from([Effect.EXACT, Effect.ROUNDING, Effect.RESAMPLED])
+EFFECTS = st.sampled_from([Effect.EXACT, Effect.ROUNDING, Effect.PRECISION, Effect.RESAMPLED])
 LOADER = {"loaders": [{"dataset": "D"}]}
 
 
@@ -175,6 +177,129 @@ def test_chaos_excuses_nothing_that_is_there_at_once(change):
     kinks = {**smooth(1e-7), "smooth": False}
     found = judge(Effect.ROUNDING, seeds(), seeds(change), kinks, shaken=seeds(chaotic(1e-7))[:2])
     assert "start" in names(found, passed=False)
+
+
+# -- half precision -------------------------------------------------------------------------------------------------------
+
+
+def bfloat16(x: float) -> float:
+    """Rounded to 8 significant bits."""
+    return x if x == 0 or not math.isfinite(x) else math.ldexp(round(math.ldexp(math.frexp(x)[0], 8)), math.frexp(x)[1] - 8)
+
+
+def float32(x: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", x))[0])
+
+
+@given(st.integers(1, 2**24 - 1), st.integers(-100, 100), st.sampled_from([-1.0, 1.0]))
+def test_significant_bits_are_those_of_the_integer_that_a_float_is_made_of(mantissa, exponent, sign):
+    odd = mantissa
+    while odd % 2 == 0:
+        odd //= 2
+    assert significant_bits(sign * math.ldexp(mantissa, exponent)) == odd.bit_length()
+
+
+def test_zero_and_infinity_have_no_significant_bits():
+    assert [significant_bits(x) for x in (0.0, -0.0, math.inf, math.nan)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("effect", [Effect.ROUNDING, Effect.PRECISION, Effect.RESAMPLED])
+@pytest.mark.parametrize("change", [
+    lambda t, x: bfloat16(x),
+    lambda t, x: bfloat16(x) if t % 3 == 0 else x,  # one of three losses of a step
+    lambda t, x: bfloat16(x) / 7,  # divided for accumulation: all bits are set, and values repeat
+])
+def test_a_loss_in_half_precision_fails_whatever_the_effect(change, effect):
+    long = [record([float32(x) for x in curve(seed, 300, of=lambda t: 1.5)], seed) for seed in range(3)]
+    tuned = [record([change(t, float.fromhex(x)) for t, x in enumerate(run.losses)], run.seed or 0) for run in long]
+    found = judge(effect, long, tuned, shaken=long[:2])
+    assert "resolution" in names(found, passed=False)
+    assert "half precision" in found.why
+
+
+@pytest.mark.parametrize("short", [
+    lambda x: float(x > 0.5),  # wrong or right
+    lambda x: float(round(100 * x)),
+    lambda x: round(64 * x) / 64,  # a share of a batch
+    lambda x: max(0.0, x - 1.0),  # a margin that is kept, or the loss itself
+])
+def test_losses_that_are_short_in_the_plain_program_may_be_short(short):
+    plain = [record([short(x) for x in curve(seed)], seed) for seed in range(3)]
+    tuned = [record([short(x + 0.004 * (-1) ** t) for t, x in enumerate(curve(seed))], seed) for seed in range(3)]
+    assert "resolution" in names(judge(Effect.PRECISION, plain, tuned), passed=True)
+
+
+def test_the_first_losses_of_half_precision_are_measured_by_its_own_last_place():
+    assert shake_for(Effect.PRECISION) > 1000 * shake_for(Effect.ROUNDING)
+    kinks, tuned = {**smooth(1e-7), "smooth": False}, seeds(chaotic(3e-4))
+    found = judge(Effect.PRECISION, seeds(), tuned, kinks)
+    assert wants_shaken(found)
+    assert judge(Effect.PRECISION, seeds(), tuned, kinks, shaken=seeds(chaotic(1e-4))[:2]).verdict == "equivalent"
+    # What a program makes of float32's last place does not excuse it.
+    assert names(judge(Effect.PRECISION, seeds(), tuned, kinks, shaken=seeds(chaotic(1e-7))[:2]), passed=False) == {"start"}
+
+
+@pytest.mark.parametrize("change", [lambda t, x: x * 64 / 63, lambda t, x: 0.9 * x + 0.23, lambda t, x: x + 0.02 * t])
+def test_half_precision_excuses_nothing_that_is_there_at_once(change):
+    kinks = {**smooth(1e-7), "smooth": False}
+    found = judge(Effect.PRECISION, seeds(), seeds(change), kinks, shaken=seeds(chaotic(1e-4, growth=1.5))[:2])
+    assert "start" in names(found, passed=False)
+
+
+def test_what_a_late_replica_refuses_is_refused_and_called_late():
+    wrong = {"checks": [{"name": "gradient", "passed": False, "why": "the gradient is gone", "value": 1.0, "limit": 0.5}]}
+    found = judge(Effect.PRECISION, seeds(), seeds(), smooth(1e-3), late=wrong)
+    assert names(found, passed=False) == {"late gradient"}
+    assert "after a stretch of training the gradient is gone" in found.why
+    assert judge(Effect.PRECISION, seeds(), seeds(), smooth(1e-3), late={"failure": "it took too long"}).verdict == "equivalent"
+
+
+# -- one lever alone ------------------------------------------------------------------------------------------------------
+
+
+def alone(effect: Effect, change: Callable[[int, float], float]) -> Any:
+    return start_agrees(effect, seeds()[0], seeds(change)[0], seeds(chaotic(1e-5))[:2])
+
+
+def test_a_sound_lever_alone_is_not_blamed():
+    for effect in (Effect.ROUNDING, Effect.PRECISION):
+        found = alone(effect, chaotic(5e-5))
+        assert found is not None
+        assert found.passed
+        assert found.name == "start"
+    assert alone(Effect.EXACT, lambda t, x: x).passed
+
+
+@pytest.mark.parametrize(("effect", "change", "seen_by"), [
+    (Effect.ROUNDING, lambda t, x: x * 64 / 63, "start"),
+    (Effect.PRECISION, lambda t, x: 0.9 * x + 0.23, "start"),
+    (Effect.PRECISION, lambda t, x: bfloat16(x), "resolution"),
+    (Effect.PRECISION, lambda t, x: math.nan, "finite"),
+    (Effect.EXACT, lambda t, x: x + 1e-9, "losses"),
+])
+def test_a_broken_lever_alone_is_blamed(effect, change, seen_by):
+    found = alone(effect, change)
+    assert found is not None
+    assert not found.passed
+    assert found.name == seen_by
+
+
+def test_where_nothing_can_be_told_of_one_lever_nobody_is_blamed():
+    plain, wrong = seeds()[0], seeds(lambda t, x: 2 * x)[0]
+    shaken = seeds(chaotic(1e-4))
+    assert start_agrees(Effect.RESAMPLED, plain, wrong, shaken) is None
+    assert start_agrees(Effect.PRECISION, plain, wrong) is None
+    assert start_agrees(Effect.PRECISION, plain, wrong, shaken[1:]) is None  # of other seeds
+    short = replace(wrong, losses=wrong.losses[:7], loss_steps=wrong.loss_steps[:7])
+    assert start_agrees(Effect.PRECISION, plain, short, shaken) is None
+    diverged = record([math.nan, *curve(0)[1:]])
+    assert start_agrees(Effect.PRECISION, diverged, wrong, shaken) is None
+
+
+@given(any_losses, any_losses, any_losses, EFFECTS)
+def test_whatever_was_recorded_of_one_lever_there_is_a_check_or_nothing(a, b, c, effect):
+    found = start_agrees(effect, record(a), record(b), [record(c)])
+    assert found is None or found.why
 
 
 def test_chaos_after_the_start_is_measured_by_the_seeds():

@@ -26,7 +26,8 @@ STEPS = 18
 class Ear(Listener):
     """Hears a loop, hands its events to a replica, and keeps the replica's word."""
 
-    def __init__(self, *levers: Lever) -> None:
+    def __init__(self, *levers: Lever, start: int = START) -> None:
+        self.start = start
         self.scene = Scene(torch, self, Ledger())
         self.applier = Applier(levers, Facts(cores=2), self.scene)
         self.choices = [Choice(lever.name, VALUES.get(lever.name, True)) for lever in levers]
@@ -46,7 +47,7 @@ class Ear(Listener):
             self.replica.optimizer_begin(optimizer)
 
     def step_end(self) -> None:
-        if self.scene.steps == START:
+        if self.scene.steps == self.start:
             self.replica = StepReplica(self.scene, self.applier, self.choices)
         elif self.replica is not None and self.replica.captured:
             self.verdict, self.replica = self.replica.judge(), None
@@ -60,8 +61,8 @@ def lever(apply: Callable[[Any, Any, Any], Any], name: str = "one") -> Lever:
 
 
 @contextmanager
-def heard(*levers: Lever) -> Iterator[Ear]:
-    ear = Ear(*levers)
+def heard(*levers: Lever, start: int = START) -> Iterator[Ear]:
+    ear = Ear(*levers, start=start)
     ear.scene.install()
     try:
         yield ear
@@ -100,8 +101,8 @@ def classify(optimizer: str = "adamw", steps: int = STEPS) -> list[str]:
     return losses
 
 
-def judged(one: Lever, program: Callable[[], Any] = classify) -> dict[str, Any]:
-    with heard(one) as ear:
+def judged(one: Lever, program: Callable[[], Any] = classify, start: int = START) -> dict[str, Any]:
+    with heard(one, start=start) as ear:
         program()
     assert ear.verdict is not None
     return ear.verdict
@@ -124,7 +125,9 @@ def test_a_sound_lever_of_the_shelf_passes(name: str) -> None:
 def test_doing_nothing_passes_with_nothing_to_see() -> None:
     verdict = judged(lever(lambda scene, value, ledger: ledger.restore))
     assert not failed(verdict)
-    assert {c["name"] for c in verdict["checks"]} == {"outputs", "gradient", "parameters", "update", "buffers"}
+    of_halves = {"resolution", "flushed", "bits", "saturated"}
+    assert {c["name"] for c in verdict["checks"]} == {"outputs", "gradient", "parameters", "clipping", "update", "buffers", "later gradient", *of_halves,
+                                                      *(f"later {name}" for name in of_halves)}
 
 
 def test_noise_like_that_of_bfloat16_on_the_gradients_passes() -> None:
@@ -206,6 +209,13 @@ def test_a_broken_lever_fails_where_it_is_broken(apply: Any, seen_by: str) -> No
     assert seen_by in failed(verdict), verdict
 
 
+def test_clipping_that_is_lost_fails() -> None:
+    def apply(scene: Any, value: Any, ledger: Any) -> Any:
+        ledger.set(torch.nn.utils, "clip_grad_norm_", lambda parameters, *args, **kwargs: torch.zeros(()))
+        return ledger.restore
+    assert failed(judged(lever(apply))) == {"clipping"}
+
+
 @pytest.mark.parametrize("name", ["channels_last", "autocast", "fused_optimizer", "threads", "reduced_precision", "tf32"])
 def test_the_known_bad_of_a_lever_fails(name: str) -> None:
     assert failed(judged(lever(SHELF[name].known_bad)))  # type: ignore[arg-type]
@@ -236,6 +246,170 @@ def test_a_lever_that_cannot_be_applied_fails_and_is_named() -> None:
     assert "clumsy: LookupError: nothing to hold on to" in verdict["checks"][0]["why"]
 
 
+# -- half precision -------------------------------------------------------------------------------------------------------
+
+
+class Task(nn.Module):
+    """Computes its own loss from log_softmax; ``beside`` is returned with it."""
+
+    def __init__(self, beside: bool = False) -> None:
+        super().__init__()
+        self.inner, self.norm, self.head, self.beside = nn.Linear(12, 48), nn.LayerNorm(48), nn.Linear(48, 6), beside
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        logits = self.head(self.norm(self.inner(x).tanh()))
+        loss = -nn.functional.log_softmax(logits, -1).gather(1, y[:, None]).mean()
+        return (logits, loss) if self.beside else loss
+
+
+def task(beside: bool = False, steps: int = STEPS) -> list[list[torch.Tensor]]:
+    """Trains a Task; returns the gradients of each step."""
+    torch.manual_seed(0)
+    model, seen = Task(beside), []
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        x = torch.randn(64, 12)
+        y = (x[:, :6] + 0.3 * torch.randn(64, 6)).argmax(1)
+        optimizer.zero_grad()
+        output = model(x, y)
+        (output[1] if beside else output).backward()
+        seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+    return seen
+
+
+def around_forward(change: Callable[[Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """What the root module returns is changed."""
+    def apply(scene: Any, value: Any, ledger: Any) -> Any:
+        for root in scene.roots:
+            scene.wrap_forward(root, lambda forward: lambda *args, **kwargs: change(forward(*args, **kwargs)), ledger)
+        return ledger.restore
+    return apply
+
+
+def other_log_softmax(other: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, Any, Any], Any]:
+    """While a root module runs, log_softmax is another."""
+    def apply(scene: Any, value: Any, ledger: Any) -> Any:
+        def wrapper(forward: Any) -> Any:
+            def inside(*args: Any, **kwargs: Any) -> Any:
+                really = nn.functional.log_softmax
+                nn.functional.log_softmax = lambda x, dim=-1, **_: other(x)  # type: ignore[assignment]
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    nn.functional.log_softmax = really
+            return inside
+        for root in scene.roots:
+            scene.wrap_forward(root, wrapper, ledger)
+        return ledger.restore
+    return apply
+
+
+def unshifted(x: torch.Tensor, largest: float) -> torch.Tensor:
+    x = x.clamp(max=largest)
+    return x - x.exp().sum(-1, keepdim=True).log()
+
+
+class ShortGradient(torch.autograd.Function):
+    """log_softmax whose gradient p - 1 is zero where p is nearly 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        found = torch.log_softmax(x, -1)
+        ctx.save_for_backward(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (found,) = ctx.saved_tensors
+        total = grad.sum(-1, keepdim=True)
+        share = found.exp()
+        return grad - share.where(share < 0.98, 1.0) * total
+
+
+def late_flush(scene: Any, value: Any, ledger: Any) -> Any:
+    """From the twelfth update on small elements of the gradient are zero."""
+    updates = [0]
+    for optimizer in scene.optimizers:
+        def counted(really: Any = optimizer.step) -> None:
+            updates[0] += 1
+            really()
+        ledger.set(optimizer, "step", counted, new=True)
+
+    def flush(g: torch.Tensor) -> torch.Tensor:
+        return torch.where(g.abs() < 2.0**-6 * g.abs().max(), 0.0, g) if updates[0] >= 12 else g
+    return gradients(flush)(scene, value, ledger)
+
+
+@pytest.mark.parametrize("name", ["autocast", "reduced_precision", "threads", "fused_optimizer"])
+def test_sound_half_precision_passes_where_the_module_computes_its_loss(name: str) -> None:
+    verdict = judged(SHELF[name], task)
+    assert not failed(verdict), verdict
+    assert "sure of these samples" in next(c["why"] for c in verdict["checks"] if c["name"] == "later gradient")
+
+
+@pytest.mark.parametrize(("apply", "program", "seen_by"), [
+    (around_forward(lambda loss: loss.bfloat16().float()), task, "resolution"),
+    (around_forward(lambda loss: loss.half().float()), task, "resolution"),
+    (gradients(lambda g: torch.where(g.abs() < 2.0**-6 * g.abs().max(), 0.0, g)), task, "flushed"),
+    (gradients(lambda g: g.to(torch.float8_e4m3fn).float()), task, "bits"),
+    (around_forward(lambda x: x.clamp(-0.2, 0.2)), classify, "saturated"),
+    (gradients(lambda g: g.clamp(-1e-3, 1e-3)), task, "saturated"),
+])
+def test_broken_half_precision_fails_where_it_is_broken(apply: Any, program: Any, seen_by: str) -> None:
+    verdict = judged(lever(apply), program)
+    assert seen_by in failed(verdict), verdict
+
+
+@pytest.mark.parametrize("apply", [
+    late_flush,
+    other_log_softmax(lambda x: unshifted(x, 2.5)),
+    other_log_softmax(ShortGradient.apply),
+])
+def test_what_breaks_late_in_a_training_is_seen_by_the_later_step(apply: Any) -> None:
+    verdict = judged(lever(apply), task)
+    assert failed(verdict), [(c['name'], c['value'], c['limit']) for c in verdict['checks']]
+    assert all(name.startswith("later ") for name in failed(verdict)), verdict
+
+
+def test_a_replica_that_is_asked_late_sees_what_the_early_one_cannot() -> None:
+    def surer() -> None:
+        """Its root returns log-probabilities, and the loss is the program's."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 48), nn.Tanh(), nn.Linear(48, 6), LogSoftmax())
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
+        for _ in range(200):
+            x = torch.randn(64, 12)
+            optimizer.zero_grad()
+            nn.functional.nll_loss(model(x), x[:, :6].argmax(1)).backward()
+            optimizer.step()
+
+    saturating = lever(other_log_softmax(lambda x: unshifted(x, 5.0)))
+    assert not failed(judged(saturating, surer))
+    assert failed(judged(saturating, surer, start=180)) >= {"gradient"}
+    assert not failed(judged(SHELF["autocast"], surer, start=180))
+
+
+class LogSoftmax(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.log_softmax(x, -1)
+
+
+def test_a_loss_that_is_returned_beside_the_logits_counts_once() -> None:
+    taken: list[torch.Tensor] = []
+
+    def note(scene: Any, value: Any, ledger: Any) -> Any:
+        for p in scene.parameters:
+            ledger.call("hook", p.register_hook(lambda g: taken.append(g.clone())).remove)
+        return ledger.restore
+
+    with heard(lever(note)) as ear:
+        seen = task(beside=True)
+    assert ear.verdict is not None
+    first = taken[:len(seen[0])]
+    assert all(any(a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-8) for b in first) for a in seen[START])
+
+
 # -- the program that is listened to --------------------------------------------------------------------------------------
 
 
@@ -264,7 +438,7 @@ def test_a_program_without_an_optimizer_object_is_judged_by_its_gradients() -> N
 
     assert not failed(judged(SHELF["threads"], by_hand))
     verdict = judged(lever(gradients(lambda g: g * 0, slice(0, 1))), by_hand)
-    assert failed(verdict) == {"gradient", "parameters"}
+    assert failed(verdict) >= {"gradient", "parameters", "flushed"}
 
 
 def test_a_program_in_float64_must_agree_far_beyond_single_precision() -> None:

@@ -18,7 +18,7 @@ def test_the_maths_is_done_in_half_precision_and_the_script_sees_float32(program
     live = program()
     seen = []
     live.model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    LEVER.apply(live.scene, dtype, Ledger())
+    LEVER.apply(live.scene, dtype, live.ledger)
     output = live.model(torch.randn(2, 3, 12, 12))
     assert seen == [getattr(torch, dtype)]
     assert output.dtype == torch.float32
@@ -42,7 +42,7 @@ def test_outputs_of_any_shape_keep_their_form(program, dtype):
     live = program(epochs=0, model=Many())
     live.scene._roots[id(live.model)] = lambda: live.model
     plain = live.model(torch.ones(2, 3, 12, 12))
-    LEVER.apply(live.scene, dtype, Ledger())
+    LEVER.apply(live.scene, dtype, live.ledger)
     output = live.model(torch.ones(2, 3, 12, 12))
     assert set(output) == set(plain)
     assert isinstance(output["all"], list)
@@ -58,7 +58,7 @@ def test_outputs_of_any_shape_keep_their_form(program, dtype):
 def test_it_trains(program, dtype, optimizer):
     """The loss falls, and stays near the plain program's: rounding, not other maths."""
     plain, live = (program(epochs=1, optimizer=optimizer) for _ in range(2))
-    LEVER.apply(live.scene, dtype, Ledger())
+    LEVER.apply(live.scene, dtype, live.ledger)
     mine, theirs = live.train(6), plain.train(6)
     assert sum(mine[-4:]) < sum(mine[:4])
     assert sum(mine) / len(mine) == pytest.approx(sum(theirs) / len(theirs), rel=0.1)
@@ -87,7 +87,7 @@ def test_gradients_are_the_plain_ones_up_to_rounding(program, dtype):
 def test_accumulated_gradients_are_unscaled_once(program):
     live = program()
     x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
-    LEVER.apply(live.scene, "float16", Ledger())
+    LEVER.apply(live.scene, "float16", live.ledger)
     one = gradients(live, x, y)
     torch.manual_seed(5)
     functional.cross_entropy(live.model(x), y).backward()
@@ -99,7 +99,7 @@ def test_small_gradients_survive_in_float16(program):
     """Without a scale these would be zeros: 1e-6 and less is below what float16 can hold between layers."""
     live = program()
     x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
-    LEVER.apply(live.scene, "float16", Ledger())
+    LEVER.apply(live.scene, "float16", live.ledger)
     live.optimizer.zero_grad()
     (functional.cross_entropy(live.model(x), y) * 1e-6).backward()
     first = next(live.model.parameters()).grad
@@ -108,7 +108,7 @@ def test_small_gradients_survive_in_float16(program):
 
 def test_overflow_leaves_the_step_out_and_halves_the_scale(program):
     live = program(optimizer="SGD")
-    ledger = Ledger()
+    ledger = live.ledger
     LEVER.apply(live.scene, "float16", ledger)
     x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
 
@@ -136,7 +136,7 @@ def test_overflow_leaves_the_step_out_and_halves_the_scale(program):
 def test_the_scheduler_and_the_state_are_not_disturbed_by_a_step_left_out(program):
     live = program(optimizer="Adam")
     scheduler = torch.optim.lr_scheduler.StepLR(live.optimizer, 1, 0.5)
-    LEVER.apply(live.scene, "float16", Ledger())
+    LEVER.apply(live.scene, "float16", live.ledger)
     live.train()
     scheduler.step()
     counts = [state["step"].item() for state in live.optimizer.state.values()]
@@ -151,7 +151,7 @@ def test_the_scheduler_and_the_state_are_not_disturbed_by_a_step_left_out(progra
 def test_a_penalty_on_the_weights_is_not_divided_by_the_scale(program):
     """Part of the loss may reach the parameters without passing through the module: its gradient must stay whole."""
     live = program()
-    LEVER.apply(live.scene, "float16", Ledger())
+    LEVER.apply(live.scene, "float16", live.ledger)
     live.optimizer.zero_grad()
     sum(p.square().sum() for p in live.model.parameters()).backward()
     for p in live.model.parameters():
@@ -216,7 +216,7 @@ def test_a_reentrant_checkpoint_is_scaled_once(program):
         output.square().mean().backward()
         return torch.cat([p.grad.flatten() for p in live.model.parameters()]).double()
 
-    LEVER.apply(live.scene, "float16", Ledger())
+    LEVER.apply(live.scene, "float16", live.ledger)
     once, twice = gradient(False), gradient(True)
     assert (once - twice).norm() / once.norm() < 0.1
 
@@ -233,7 +233,7 @@ def test_several_losses_and_given_gradients(program):
         return torch.cat([p.grad.flatten() for p in live.model.parameters()]).double()
 
     plain = gradient()
-    LEVER.apply(live.scene, "float16", Ledger())
+    LEVER.apply(live.scene, "float16", live.ledger)
     assert (gradient() - plain).norm() / plain.norm() < 0.1
     with pytest.raises(RuntimeError, match="implicitly created only for scalar"):
         live.model(x).backward()

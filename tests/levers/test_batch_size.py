@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
 from flatout.capture.scene import Scene
-from flatout.levers.batch_size import BATCHES_ITSELF, LEVER, OWN_SAMPLER
+from flatout.levers.batch_size import BATCHES_ITSELF, LEVER, OWN_BATCHES, OWN_SAMPLER
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Options, Skip
 
@@ -85,8 +85,9 @@ def test_a_stream_is_batched_by_the_loader(scene):
 
 
 @pytest.mark.parametrize(("data", "arguments", "why"), [
-    (TRAIN, {"batch_size": 4, "sampler": Own()}, OWN_SAMPLER), (TRAIN, {"batch_sampler": BatchSampler(Own(), 4, False)}, OWN_SAMPLER),
-    (TRAIN, {"batch_sampler": [[0, 1], [2]] * 20}, OWN_SAMPLER), (TRAIN, {"batch_size": None}, BATCHES_ITSELF),
+    (TRAIN, {"batch_size": 4, "sampler": Own()}, OWN_SAMPLER.format(name="Own")),
+    (TRAIN, {"batch_sampler": BatchSampler(Own(), 4, False)}, OWN_SAMPLER.format(name="Own")),
+    (TRAIN, {"batch_sampler": [[0, 1], [2]] * 20}, OWN_BATCHES.format(name="list")), (TRAIN, {"batch_size": None}, BATCHES_ITSELF),
     (Stream(), {"batch_size": None}, BATCHES_ITSELF),
 ], ids=["sampler", "inside", "list", "none", "stream"])
 def test_what_cannot_have_another_size_says_why(scene, data, arguments, why):

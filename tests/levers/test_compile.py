@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from flatout.capture.ledger import Ledger
+from flatout.levers.autocast_policy import keep_float32
 from flatout.levers.compile import LEVER
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Options, Skip
@@ -105,3 +106,24 @@ def test_the_inductor_draws_as_the_plain_program_while_it_is_on(program, value):
     assert config.fallback_random is True
     undo()
     assert config.fallback_random is before
+
+
+@needs_a_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_a_compiler_does_not_take_graphs_of_another_policy_from_its_cache():
+    """AOTAutograd keeps graphs on the disk, by what they were before autocast."""
+    def rows(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return (x @ x).softmax(-1)
+
+    seen, ledger = [], Ledger()
+    try:
+        for _ in range(2):
+            torch._dynamo.reset()
+            with torch.no_grad():
+                seen.append(torch.compile(rows)(torch.ones(8, 8)).dtype)
+            keep_float32(torch, "cpu", ledger)
+    finally:
+        ledger.restore()
+    assert seen == [torch.bfloat16, torch.float32]

@@ -214,10 +214,22 @@ def test_a_script_without_loaders(seen, name):
     assert "without a DataLoader" in answer.reason
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([fixed_one(image) for image in pictures()])
+
+
+fixed_one = v1.ToTensor()
+
+
 @pytest.mark.parametrize(("name", "make", "arguments", "says"), [
-    ("batched_transforms", lambda: Pictures(fixed()), {"collate_fn": lambda samples: samples}, "collate function of its own"),
-    ("cached_prefix", lambda: Pictures(fixed()), {"collate_fn": lambda samples: samples}, "collate function of its own"),
-    ("batched_transforms", lambda: [(torch.ones(2), 1)] * 20, {}, "holds no pipeline"),
+    ("batched_transforms", lambda: Pictures(fixed()), {"batch_size": None}, "makes its batches itself"),
+    ("cached_prefix", lambda: Pictures(fixed()), {"batch_size": None}, "makes its batches itself"),
+    ("cached_prefix", Stream, {}, "IterableDataset"),
+    ("batched_transforms", lambda: [(torch.ones(2), 1)] * 20, {}, "calls no transform object of torchvision"),
+    ("batched_transforms", lambda: Pictures(lambda image: v1.functional.to_tensor(image)), {}, "functional calls are not followed"),
+    ("batched_transforms", lambda: Pictures(lambda image: v1.Compose([v1.ToTensor()])(image)), {}, "makes its transforms again for each sample"),
+    ("batched_transforms", lambda: Pictures(lambda image: fixed_one(image) * 2), {}, "looks at the images that ToTensor returns"),
     ("batched_transforms", lambda: Pictures(v1.Compose([v1.ToTensor(), v1.RandomPerspective(0.4)])), {}, "RandomPerspective"),
     ("cached_prefix", lambda: Drawing(augmented()), {}, "draws random numbers"),
 ], ids=lambda value: value if isinstance(value, str) else "")

@@ -62,7 +62,7 @@ def as_a_rank(lever: Lever, monkeypatch, scene) -> None:
 
 
 def test_the_table_names_every_lever_once():
-    files = {path.stem for path in (Path(flatout.__file__).parent / "levers").glob("*.py")} - {"__init__"}
+    files = {path.stem for path in (Path(flatout.__file__).parent / "levers").glob("*.py")} - {"__init__", "autocast_policy"}
     assert {lever.name for lever in TABLE} == files == set(VALUES)
     assert len(BY_NAME) == len(TABLE)
 
@@ -88,6 +88,7 @@ def test_the_value_is_whole(lever):
     assert lever.name.isidentifier()
     assert (lever.effect is Effect.CHANGES_MATH) == (lever.name in BY_NAME_ONLY)
     assert not (lever.effect is Effect.CHANGES_MATH and lever.live)
+    assert all(bool(lever.half(value)) is (lever.effect is Effect.PRECISION) for value in VALUES[lever.name])
     assert set(lever.after) | set(lever.excludes) | set(lever.needs) <= set(BY_NAME)
     order = [each.name for each in TABLE]
     assert all(order.index(name) < order.index(lever.name) for name in (*lever.after, *lever.needs))
@@ -171,15 +172,17 @@ def test_asking_changes_nothing(program, lever):
 @pytest.mark.parametrize(
     ("name", "facts", "scene", "says"),
     [
-        ("allocator", OLD, nothing, "no CUDA device"), ("allocator", Facts(gpus=WITH_GPU.gpus, environment=SET.environment), nothing, "already configures"),
-        ("malloc", OLD, nothing, "only done on Linux"), ("malloc", SET, nothing, "already preloads libjemalloc.so"),
-        ("malloc", Facts(system="Linux", environment={"GLIBC_TUNABLES": "x"}), nothing, "already configures malloc"),
+        ("allocator", OLD, nothing, "no CUDA device"),
+        ("allocator", Facts(gpus=WITH_GPU.gpus, environment=SET.environment), nothing, "sets PYTORCH_ALLOC_CONF already"),
+        ("malloc", OLD, nothing, "replaced on Linux only"), ("malloc", SET, nothing, "names the allocator libjemalloc.so"),
+        ("malloc", Facts(system="Linux", environment={"GLIBC_TUNABLES": "glibc.malloc.check=1"}), nothing, "sets GLIBC_TUNABLES"),
         ("malloc", Facts(system="Linux"), nothing, "no other"),
         ("threads", SET, convolutions, "OMP_NUM_THREADS=2"),
-        ("debug_off", OLD, convolutions, "no debugging aid"),
-        ("tf32", WITH_GPU, convolutions, "not on a CUDA device"), ("cudnn_benchmark", WITH_GPU, convolutions, "not on a CUDA device"),
-        ("reduced_precision", OLD, convolutions, "no bfloat16 instructions"), ("autocast", OLD, convolutions, "no bfloat16 instructions"),
-        ("autocast", BF16, in_float64, "not float32"), ("channels_last", BF16, sgd_on_vectors, "works on images"),
+        ("debug_off", OLD, convolutions, "anomaly detection is off"),
+        ("tf32", WITH_GPU, convolutions, "no parameter of the program is on a CUDA device"),
+        ("cudnn_benchmark", WITH_GPU, convolutions, "no parameter of the program is on a CUDA device"),
+        ("reduced_precision", OLD, convolutions, "neither AMX-BF16 nor AVX512-BF16"), ("autocast", OLD, convolutions, "no bfloat16 instructions"),
+        ("autocast", BF16, in_float64, "not float32"), ("channels_last", BF16, sgd_on_vectors, "nn.Conv2d"),
     ],
 )
 def test_reasons(program, name, facts, scene, says):
@@ -237,7 +240,7 @@ def test_levers_among_ranks_do_nothing_in_one_process(program, name):
     assert lever.needs == ("data_parallel",)
     before = everything(live)
     for act in (lever.apply, lever.known_bad):
-        with pytest.raises(LookupError, match="the program runs as one process"):
+        with pytest.raises(LookupError, match="flatout started the program as one process"):
             act(live.scene, VALUES[name][0], Ledger())
     with pytest.raises(TypeError):
         lever.check({"nothing": "like it"})

@@ -42,7 +42,7 @@ def train(model, optimizer, steps=2, **context):
 def test_own_autocast(program):
     live = program(epochs=0)
     train(live.model, live.optimizer, enabled=True)
-    assert reason("autocast", live) == "the script uses autocast itself"
+    assert reason("autocast", live) == "the program trains under autocast already"
 
 
 def test_autocast_that_is_switched_off_by_a_flag_is_none(program):
@@ -54,14 +54,14 @@ def test_autocast_that_is_switched_off_by_a_flag_is_none(program):
 def test_own_compile(program):
     live = program(epochs=0)
     train(torch.compile(live.model, backend="eager"), live.optimizer)
-    assert "compiles its model itself" in reason("compile", live)
+    assert "compiles the model, or a part of it, itself" in reason("compile", live)
 
 
 def test_own_compile_in_place(program):
     live = program(epochs=0)
     live.model.compile(backend="eager")
     train(live.model, live.optimizer)
-    assert "compiles its model itself" in reason("compile", live)
+    assert "compiles the model, or a part of it, itself" in reason("compile", live)
 
 
 def test_own_threads(program):
@@ -70,7 +70,7 @@ def test_own_threads(program):
     try:
         live.scene.threads_at_import = 2  # what a machine of two cores begins with
         torch.set_num_threads(3)
-        assert reason("threads", live) == "the script itself chose 3 threads"
+        assert reason("threads", live) == "the program itself has set the number of threads to 3"
         live.scene.threads_at_import = 3
         assert values("threads", live) == (1,)
     finally:
@@ -83,7 +83,8 @@ def test_own_form_of_the_optimizer(program, own):
     live = program(epochs=0)
     live.optimizer = torch.optim.Adam(live.model.parameters(), **own)
     live.train()
-    assert "has chosen one itself" in reason("fused_optimizer", live)
+    name, value = next(iter(own.items()))
+    assert reason("fused_optimizer", live) == f"the program has made its Adam with {name}={value}"
     before = [dict(group) for group in live.optimizer.param_groups]
     with pytest.raises(LookupError):
         LEVER["fused_optimizer"].apply(live.scene, "fused", Ledger())
@@ -144,10 +145,12 @@ def test_own_garbage_collection(program, thawed):
     thresholds = gc.get_threshold()
     try:
         gc.disable()
-        assert "switched garbage collection off itself" in reason("gc_pause", live)
+        assert "switched automatic garbage collection off itself" in reason("gc_pause", live)
         gc.enable()
         gc.set_threshold(100_000, 10, 10)
-        assert "raised the thresholds itself" in reason("gc_pause", live)
+        assert "raised the first threshold of the garbage collector to 100000 itself" in reason("gc_pause", live)
+        gc.set_threshold(0)  # which switches it off as well
+        assert "switched automatic garbage collection off itself" in reason("gc_pause", live)
     finally:
         gc.enable()
         gc.set_threshold(*thresholds)
@@ -158,7 +161,7 @@ def test_own_channels_last(program):
     live = program(epochs=0)
     live.model.to(memory_format=torch.channels_last)
     live.train()
-    assert reason("channels_last", live) == "the script has done it itself"
+    assert reason("channels_last", live) == "1 of 1 convolution weights are stored as channels_last already, and the program's choice is kept"
 
 
 def test_own_onednn_precision(program):
@@ -168,7 +171,7 @@ def test_own_onednn_precision(program):
     try:
         for mode in ("bf16", "tf32", "ieee"):
             owner.fp32_precision = mode
-            assert "chosen oneDNN's precision itself" in reason("reduced_precision", live)
+            assert reason("reduced_precision", live) == f"the program has set the float32 precision of oneDNN to {mode} itself"
     finally:
         owner.fp32_precision = before
     assert values("reduced_precision", live) == (True,)
@@ -185,7 +188,7 @@ def test_debugging_aids(program, aid):
         torch.distributions.Normal(0.0, 1.0)
     try:
         if aid == "none":
-            assert "no debugging aid" in reason("debug_off", live)
+            assert reason("debug_off", live) == "anomaly detection is off, and torch.distributions is not used"
         else:
             assert values("debug_off", live) == (True,)
             undo = LEVER["debug_off"].apply(live.scene, True, Ledger())
@@ -198,6 +201,28 @@ def test_debugging_aids(program, aid):
     finally:
         torch.autograd.set_detect_anomaly(False)
         torch.distributions.Distribution.set_default_validate_args(checks)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_detection_around_each_step_stays_off(program):
+    """It is off between the steps, where levers are asked and applied."""
+    live = program(epochs=0)
+
+    def step():
+        with torch.autograd.detect_anomaly():
+            live.model(torch.randn(4, 3, 12, 12)).square().mean().backward()
+            found = torch.is_anomaly_enabled()
+        live.optimizer.step()
+        return found
+
+    assert step()
+    assert values("debug_off", live) == (True,)
+    undo = LEVER["debug_off"].apply(live.scene, True, Ledger())
+    assert not step()
+    assert not torch.is_anomaly_enabled()
+    undo()
+    assert step()
+    assert not torch.is_anomaly_enabled()
 
 
 def test_a_double_backward_is_not_compiled(program):
@@ -234,7 +259,7 @@ def test_a_model_in_pieces(program, name):
         x = layer(x)
     x.sum().backward()
     optimizer.step()
-    assert reason(name, live) == "the model is called in pieces, not through one module"
+    assert reason(name, live) == "the script calls 20 modules by themselves, and no module that holds them all"
 
 
 # -- precision flags, on a GPU that is only said to be there: the flags themselves are real -----------------------------
@@ -266,8 +291,9 @@ def oldest(allowed):
 
 
 @pytest.mark.parametrize(("sets", "value", "says"), [
-    (older, "high", "switched TF32 on itself"), (older, "medium", "switched TF32 on itself"), (oldest, True, "switched TF32 on itself"),
-    (newer, "tf32", "itself"), (newer, "ieee", "itself"), (older, "highest", "full float32 precision itself"), (oldest, False, "itself")])
+    (older, "high", "is set to tf32 already"), (older, "medium", "is set to tf32 already"), (oldest, True, "is set to tf32 already"),
+    (newer, "tf32", "is set to tf32 already"), (newer, "ieee", "is set to ieee already"), (older, "highest", "is set to ieee already"),
+    (oldest, False, "is set to ieee already")])
 def test_own_tf32_in_either_family_of_flags(ampere, sets, value, says):
     assert isinstance(LEVER["tf32"].applies(FACTS, ampere), Options)
     sets(value)
@@ -311,15 +337,15 @@ def test_own_determinism_is_kept(ampere):
         assert isinstance(LEVER[name].applies(FACTS, ampere), Options)
     torch.use_deterministic_algorithms(True)
     for name in ("tf32", "cudnn_benchmark"):
-        assert "asked for deterministic algorithms" in LEVER[name].applies(FACTS, ampere).reason
+        assert "deterministic algorithms are switched on" in LEVER[name].applies(FACTS, ampere).reason
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = True
-    assert "keeps them" in LEVER["cudnn_benchmark"].applies(FACTS, ampere).reason
+    assert "deterministic algorithms are switched on" in LEVER["cudnn_benchmark"].applies(FACTS, ampere).reason
 
 
 def test_own_cudnn_benchmark(ampere):
     torch.backends.cudnn.benchmark = True
-    assert LEVER["cudnn_benchmark"].applies(FACTS, ampere).reason == "the script has switched it on itself"
+    assert LEVER["cudnn_benchmark"].applies(FACTS, ampere).reason == "torch.backends.cudnn.benchmark is on already"
 
 
 # -- loaders --------------------------------------------------------------------------------------------------------
@@ -419,7 +445,7 @@ def test_an_order_of_the_scripts_own_is_left_alone(program, own, value):
     live.loader = torch.utils.data.DataLoader(live.loader.dataset, **arguments)
     assert live.loader.num_workers == 3
     live.scene.backwards += 1
-    assert reason("loader", live) == "the script has a sampler of its own, which must not be asked ahead of time"
+    assert "may depend on earlier steps, so its batches are not made ahead of time" in reason("loader", live)
 
 
 @pytest.mark.parametrize("value", [{"workers": 0}, {"threads": 1}], ids=str)
@@ -476,4 +502,4 @@ def test_a_script_without_loaders(program):
     live = program(epochs=0)
     live.scene.loaders.clear()
     train(live.model, live.optimizer)
-    assert "without a DataLoader" in reason("loader", live)
+    assert "no torch DataLoader was made" in reason("loader", live)

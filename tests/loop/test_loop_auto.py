@@ -13,11 +13,13 @@ from torch import nn  # noqa: E402
 
 from flatout import Loop, Plan  # noqa: E402
 from flatout.loop import levers  # noqa: E402
+from flatout.loop.autoplan import effects_of  # noqa: E402
 from flatout.loop.tuning import StepSeen, bound, search  # noqa: E402
 from flatout.plan.errors import LoopError  # noqa: E402
 from flatout.plan.lever import Options  # noqa: E402
 from flatout.plan.plan import Choice  # noqa: E402
 from flatout.plan.words import Effect  # noqa: E402
+from flatout.probe.machine import look  # noqa: E402
 
 FASTER = {"a": 0.5, "b": 1.0, "c": 2.0, "d": 0.8}
 
@@ -148,6 +150,16 @@ def test_a_lever_that_is_wrong_never_touches_the_training(trained, monkeypatch):
     assert "the guard refused it" in bad.reason
     assert bad.ratio is None
     assert losses == plain
+
+
+def test_half_precision_can_be_left_out(trained):
+    _, loop = trained(plan="auto", effects="rounding")
+    halves = [each for each in loop.tuned.tried if each.effect is Effect.PRECISION]
+    assert {"autocast", "reduced_precision", "tf32"} <= {each.choice.name for each in halves}
+    assert not any(each.kept or each.ratio for each in halves)
+    if {"amx_bf16", "avx512_bf16"} & set(look().cpu_flags):
+        assert "its effect here is precision, which was not asked for" in [each.reason for each in halves]
+    assert Effect.PRECISION in effects_of("precision")
 
 
 @pytest.mark.parametrize(("more", "words"), [({"plan": "auto", "effects": "resampled"}, 'it is "exact"'), ({"effects": "exact"}, "narrows what plan")])

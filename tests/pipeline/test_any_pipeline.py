@@ -17,6 +17,7 @@ pytest.importorskip("torchvision")
 
 from feeding import AT_ONCE, BATCHED, LAZILY, Pictures, difference, run
 from PIL import Image
+from shapes import Loop, Views
 from torch.utils.data import DataLoader
 from torchvision import transforms as v1
 from torchvision.transforms import InterpolationMode as Mode
@@ -136,14 +137,23 @@ def images_of(source, height, width, mixed):
     return found
 
 
+def called(manner, transform):
+    """By an object of the script's own: as it is, twice, or step by step."""
+    steps = transform.transforms
+    parts = [type(transform)(steps[:2]), *steps[2:]]
+    return {"alone": transform, "views": Views(transform), "steps": Loop(steps), "parts": Loop(parts)}[manner]
+
+
 @settings(max_examples=PIPELINES)
-@given(pipelines(), st.sampled_from([(BATCHED,), (BATCHED,), (BATCHED, LAZILY), (BATCHED, AT_ONCE), (("batched_transforms", "light"),)]))
-def test_any_pipeline_is_bit_for_bit_the_plain_one_or_refused_with_a_sentence(drawn, levers):
+@given(pipelines(), st.sampled_from(["alone", "views", "steps", "parts"]),
+       st.sampled_from([(BATCHED,), (BATCHED,), (LAZILY,), (BATCHED, LAZILY), (BATCHED, AT_ONCE), (("batched_transforms", "light"),)]))
+def test_any_pipeline_is_bit_for_bit_the_plain_one_or_refused_with_a_sentence(drawn, manner, levers):
     transform, *kind = drawn
+    asked = called(manner, transform)
 
     def program():
         found = []
-        taking = iter(DataLoader(Pictures(transform, images_of(*kind)), 4))
+        taking = iter(DataLoader(Pictures(asked, images_of(*kind)), 4))
         for _ in range(3):
             try:
                 found += [next(taking), torch.rand(1)]

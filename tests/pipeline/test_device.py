@@ -15,8 +15,10 @@ pytest.importorskip("torchvision")
 from PIL import Image
 from torchvision import transforms
 
+from flatout.capture.ledger import Ledger
 from flatout.pipeline.device import MOST_TWINS, CopiesAhead, Lane, Resident, Twins, device_of, tensors_in
 from flatout.pipeline.feed import Feed
+from flatout.pipeline.intercept import INTERCEPTION
 from flatout.pipeline.keeping import Keep, Memory
 
 CPU = torch.device("cpu")
@@ -117,6 +119,8 @@ PIPELINE = [transforms.RandomCrop(10, padding=2), transforms.RandomHorizontalFli
 
 
 def fed(dataset, resident):
+    ledger = Ledger()
+    INTERCEPTION.hold(ledger)
     loader = DataLoader(dataset, batch_size=5, shuffle=True)
     feed = Feed(loader)
     feed.batched, feed.keep, feed.resident = True, Keep(Memory(2**24), ahead=True), resident
@@ -128,6 +132,7 @@ def fed(dataset, resident):
         iterator = iter(loader)
         iterator._dataset_fetcher.dataset, iterator._dataset_fetcher.collate_fn = feed.begin(iterator), feed.collate
         found += list(iterator)
+    ledger.restore()
     return found, torch.get_rng_state(), told
 
 

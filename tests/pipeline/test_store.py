@@ -14,10 +14,9 @@ pytest.importorskip("torchvision")
 
 from feeding import difference, pictures
 
-from flatout.pipeline.chain import Leaf
 from flatout.pipeline.likeness import same_bits
 from flatout.pipeline.operation import Unknown
-from flatout.pipeline.store import Store, values_of
+from flatout.pipeline.store import Constant, Store, values_of
 
 MIB = 2**20
 Named = namedtuple("Named", "a b")
@@ -94,11 +93,14 @@ def test_images_come_back_as_images(mode):
         assert (image.mode, image.size, image.tobytes(), label) == (mode, images[at].size, images[at].tobytes(), at)
 
 
-def test_a_leaf_comes_back_as_one():
-    store = Store((Leaf(pictures(1)[0], 3), 1), 2, MIB, False)
-    store.put([1], [(Leaf(pictures(2)[1], 3), 5)])
-    (leaf, label), = store.samples(torch.tensor([1]))
-    assert (leaf.place, leaf.image.tobytes(), label) == (3, pictures(2)[1].tobytes(), 5)
+def test_a_constant_must_be_the_same_in_every_sample():
+    store = Store((Constant(3), 1), 3, MIB, False)
+    store.put([1], [(Constant(3), 5)])
+    assert store.samples(torch.tensor([1])) == [(Constant(3), 5)]
+    for other in ((Constant(4), 1), (1, 1), (Constant(3), Constant(3))):
+        with pytest.raises(Unknown, match="different pipelines"):
+            store.put([2], [other])
+    assert not store.has(torch.tensor([2]))
 
 
 class Child(torch.Tensor):

@@ -51,7 +51,7 @@ def test_facts_through_a_file():
 
 
 def test_effects_are_ordered_from_nothing_to_the_maths():
-    assert [e.value for e in sorted(Effect, key=lambda e: e.rank)] == ["exact", "rounding", "resampled", "changes_math"]
+    assert [e.value for e in sorted(Effect, key=lambda e: e.rank)] == ["exact", "rounding", "precision", "resampled", "changes_math"]
     assert [m.value for m in Moment] == ["process", "import", "loader", "model", "optimizer", "step"]
 
 

@@ -76,8 +76,8 @@ def test_programs_that_exchange_in_every_forward_pass_are_refused(found):
     said = found[0]["refused"]
     assert said[0] == said[1]
     assert said[2] == said[3]
-    assert "the model alone is divided" in said[0]
-    assert "batch normalisation over all ranks" in said[2]
+    assert 'batches = "whole"' in said[0]
+    assert 'batchnorm = "all"' in said[2]
 
 
 @pytest.mark.parametrize("value", [True, {"every": 0}, {"every": 2.5}, {"outer": "adam"}, {"overlap": 1}, {"warmup": -1}, {"each": 2}])

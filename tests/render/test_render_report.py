@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flatout.plan.records import PhaseTime, Prediction, Ratio, SessionRecord
+from flatout.plan.words import Effect
 from flatout.render import report_html
 
 OURS = frozenset(
@@ -104,10 +105,22 @@ def test_the_page_tells_every_lever_and_every_contest(recorded):
         assert contest.plan in page.text
 
 
+def test_the_page_says_what_each_effect_is_and_what_has_fewer_bits(recorded):
+    """The tuner's sentence is on the page as it is in the terminal, and each lever has its effect in words."""
+    session = recorded("session")
+    session.message = "1.34x (1.30-1.39, n=6) as fast, with the same results up to bfloat16 products"
+    for lever, effect in zip(session.levers, Effect, strict=False):
+        lever.effect, lever.status = effect.value, "rejected"
+    text = checked(session).text
+    assert "with the same results up to bfloat16 products" in text
+    for words in ("Every bit of the results stays", "otherwise in the same number format", "multiplied or sent in half precision", "other random draws"):
+        assert words in text
+
+
 def test_a_page_that_found_nothing_says_so_and_claims_nothing(recorded):
     session = recorded("session")
     session.speedup, session.ranks = Ratio(1.01, 0.97, 1.05, 24), None
-    assert "No faster Plan found" in (text := checked(session).text)
+    assert "No faster plan found" in (text := checked(session).text)
     assert "flatout run" not in text
     assert "Break-even" not in text
 

@@ -53,10 +53,10 @@ def test_spelling(said, expected):
         ("done", Ratio(1.31, 1.28, 1.35, 6), "not checked", "1.31 times as fast, results not checked"),
         ("done", Ratio(1.31, 1.28, 1.35, 6), "failed", "1.31 times as fast, but the results changed"),
         ("done", Ratio(1.04, 0.99, 1.08, 6), "same", "Probably 1.04 times as fast, same results"),
-        ("done", Ratio(1.04, 0.97, 1.11, 6), "same", "No faster Plan found: the program is best run as it is"),
+        ("done", Ratio(1.04, 0.97, 1.11, 6), "same", "No faster plan found: the program is best run as it is"),
         ("running", Ratio(1.04, 0.99, 1.08, 6), "not checked", "Still tuning: so far probably 1.04 times as fast, results not checked"),
-        ("done", Ratio(math.nan, math.nan, math.nan, 0), "same", "No faster Plan found: the program is best run as it is"),
-        ("done", None, "not checked", "No faster Plan found: the program is best run as it is"),
+        ("done", Ratio(math.nan, math.nan, math.nan, 0), "same", "No faster plan found: the program is best run as it is"),
+        ("done", None, "not checked", "No faster plan found: the program is best run as it is"),
         ("running", Ratio(1.31, 1.28, 1.35, 6), "not checked", "Still tuning: so far 1.31 times as fast, results not checked"),
         ("failed", None, "not checked", "The tuning failed"),
     ],
@@ -94,15 +94,21 @@ def test_where_the_plain_program_stays_there_is_no_tuned_side(recorded):
     assert [row.plain for row in rows][:2] == ["413 ms", "310 samples/s"]
 
 
-@pytest.mark.parametrize(("busy", "cores", "says"), [(1.04, 2, "1.0 of 2 cores busy"), (0.1, 2, ""), (None, 2, ""), ("much", 2, ""), (1.0, None, "")])
-def test_busy_neighbours_are_told(recorded, busy, cores, says):
+def test_other_programs_are_named(recorded):
     session = recorded("session")
-    session.machine = {"busy_cores_before": busy, "cores": cores}
-    assert (says in story.neighbours(session)) if says else not story.neighbours(session)
+    assert story.other_programs(session) == ""
+    session.disturbance = "other programs keep 1.0 of 2 cores busy (python (pid 7))"
+    assert story.other_programs(session) == f"{session.disturbance}; on a quiet machine another plan may be the fastest"
 
 
-@pytest.mark.parametrize(("status", "low", "says"), [("applied", 1.1, "faster, and part of"), ("applied", 0.98, "within the noise when alone"),
-                                                     ("applied", None, "part of the plan"), ("rejected", 1.1, "")])
+def test_what_could_not_be_seen_is_no_verdict(recorded):
+    session = recorded("session")
+    session.speedup, session.undecided, session.obstacle = None, True, "there was no time to measure a lever; give --budget 3m"
+    assert story.headline(session) == "No verdict is possible now"
+
+
+@pytest.mark.parametrize(("status", "low", "says"), [("applied", 1.1, "faster, beside the others"), ("applied", 0.98, "probably faster, beside the others"),
+                                                     ("applied", None, "measured only as part of the plan"), ("rejected", 1.1, "")])
 def test_why_a_lever_is_applied(recorded, status, low, says):
     lever = recorded("session").levers[0]
     lever.status, lever.low, lever.reason = status, low, ""

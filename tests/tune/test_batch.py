@@ -174,7 +174,7 @@ def test_a_program_without_a_loader(flatout, tiny, script):
     done = flatout("batch", "--job", "job", "--budget", "5s", "--json", "python", "train.py", timeout=100)
     assert done.code == 0, done.err
     record = BatchRecord.from_json(json.loads(done.out))
-    assert "without a DataLoader" in record.why_no_curve
+    assert "no torch DataLoader" in record.why_no_curve
     assert record.points == []
     assert record.noise.batch is None
     assert record.noise.value > 0

@@ -1,4 +1,4 @@
-"""Contests of a search on the nodes of a real Ray cluster, two on this machine; a worker is killed while it measures. Skipped where Ray is not installed."""
+"""A search on the nodes of a real Ray cluster, two on this machine; a worker is killed while it measures. Skipped where Ray is not installed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from flatout.plan.words import Effect
 from flatout.probe.machine import look
 from flatout.tune.candidates import Candidate
 from flatout.tune.elsewhere import on_ray
-from flatout.tune.orders import pair_in, pair_order
-from flatout.tune.race import process_race
+from flatout.tune.explore import explore
+from flatout.tune.orders import together_order
+from flatout.tune.together import Asked, Seen
 from flatout.tune.tuning import Goal, Tuning
 
 pytestmark = [pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra: pip install flatout[ray]"), pytest.mark.timeout(400)]
@@ -60,34 +61,35 @@ def test_a_killed_workers_pair_is_measured_on_the_other_node(tuning):
     assert elsewhere.left_out == []
     killer = threading.Thread(target=kill_a_worker_that_measures, args=(killed,))
     killer.start()
-    (held,) = elsewhere.held([pair_order(tuning, Plan((Choice("gc_pause", True),)), 3, False)], 300.0)
+    sides = [Asked(plan, (None,) * 3, 3, "record") for plan in (Plan(), Plan((Choice("gc_pause", True),)))]
+    (held,) = elsewhere.held([together_order(tuning, sides, 60.0)], 300.0)
     killer.join()
     assert held.host == elsewhere.hosts[1]
-    rounds, plain, tuned = pair_in(held.answer)
-    assert len(rounds) >= 2
-    assert all(each.a_ms > 0 and each.b_ms > 0 for each in rounds)
-    assert (plain.seed, tuned.seed) == (3, 3)
-    assert plain.losses == tuned.losses != []
-    assert [choice["name"] for choice in tuned.applied] == ["gc_pause"]
+    plain, tuned = (Seen.from_json(each) for each in held.answer["seen"])
+    assert [len(seen.blocks) for seen in (plain, tuned)] == [3, 3]
+    assert all(block.ms > 0 for seen in (plain, tuned) for block in seen.blocks)
+    assert (plain.record.seed, tuned.record.seed) == (3, 3)
+    assert plain.record.losses == tuned.record.losses != []
+    assert [choice["name"] for choice in tuned.record.applied] == ["gc_pause"]
     assert len(killed) >= 2
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in killed)
 
 
-def test_a_race_is_held_beside_a_plain_program_of_its_node(tuning):
+def test_a_wave_is_spread_over_the_nodes(tuning):
     levers = {lever.name: lever for lever in TABLE}
+    tuning.goal = Goal(60.0)
     tuning.candidates = {"malloc": Candidate(levers["malloc"], ("glibc",), Effect.EXACT)}
-    process_race(tuning)
+    explore(tuning)
     assert isinstance(tuning.candidates["malloc"].ratio, Ratio)
-    assert [contest.plan for contest in tuning.session.contests] == ["A/A", "malloc=glibc"]
-    assert {contest.host for contest in tuning.session.contests} <= set(tuning.elsewhere.hosts)
-    assert tuning.session.noise_floor is not None
+    assert {block.host for block in tuning.blocks} == set(tuning.elsewhere.hosts)
+    assert {block.on for block in tuning.blocks} == {frozenset(), frozenset({"malloc=glibc"})}
     assert tuning.arena.running == []  # nothing was started here
 
 
 def test_who_is_unlike_or_silent_takes_no_part(tuning, cluster):
     with pytest.raises(UsageError, match=r"no node of the cluster is like this machine.*another machine \('.* cores"):
         on_ray(cluster, tuning.command, replace(tuning.facts, cores=99))
-    elsewhere, order = tuning.elsewhere, pair_order(tuning, Plan(), 0, False)
+    elsewhere, order = tuning.elsewhere, together_order(tuning, [Asked(Plan(), (None,))], 60.0)
     hosts = elsewhere.hosts
     assert [held.answer for held in elsewhere.held([order], 0.2)] == [None]
     assert elsewhere.hosts == []

@@ -75,7 +75,7 @@ def test_the_frontier_of_a_real_program(tmp_path, monkeypatch):
 
 
 def candidate(name):
-    return Candidate(LEVER[name], (), LEVER[name].effect, value=True, won=True)
+    return Candidate(LEVER[name], (), LEVER[name].effect, value=True)
 
 
 def measured(peak, ratio=None, parts=(), winners=False, limit=100):
@@ -97,10 +97,10 @@ def test_what_is_chosen(tuning):
     assert _chosen(tuning, [fused], [measured(90), measured(120, 1.2, winners=True)]) == []
     assert fused.status is Status.REJECTED
     # Nothing fits but what is slower.
-    fused.won = True
+    fused.status = Status.SKIPPED
     assert _chosen(tuning, [fused], [measured(150), measured(160, 1.2, winners=True), measured(90, 0.8, part, winners=True)]) == [fused, cheap]
     assert tuning.must_fit
-    assert (cheap.value, cheap.won) == ({"ops": "cheap"}, True)
+    assert (cheap.value, cheap.status) == ({"ops": "cheap"}, Status.SKIPPED)
     # Nothing at all.
     assert _chosen(tuning, [fused], [measured(150), measured(101, 0.8, part, winners=True)]) == []
 

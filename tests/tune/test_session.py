@@ -10,7 +10,7 @@ import pytest
 from flatout.launch.command import understand
 from flatout.plan.facts import Facts, Gpu
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import GuardRecord, Ratio
+from flatout.plan.records import GuardRecord, Point, Ratio
 from flatout.tune.session import differences, job_folder, key_of, load_session, open_session, plan_of, save_session, verdict, write_plan
 
 FACTS = Facts(cpu="Z80", cores=1, python="3.12.1", versions={"torch": "2.14.1", "numpy": "2.0"})
@@ -113,3 +113,21 @@ def test_the_verdict_is_a_sentence(job, command, speedup, guard, words):
     session = begin(job, command)
     session.speedup, session.guard = speedup, GuardRecord(guard, "the loss leaves the spread")
     assert all(word in verdict(session) for word in words)
+
+
+@pytest.mark.parametrize(("choices", "words"), [
+    ([Choice("autocast", "bfloat16")], "up to bfloat16 products"),
+    ([Choice("autocast", "float16"), Choice("channels_last", True)], "up to float16 products"),
+    ([Choice("reduced_precision", True), Choice("autocast", "bfloat16"), Choice("comm_compression", "fp16")],
+     "up to bfloat16 products and float16 gradients between ranks"),
+    ([Choice("tf32", True)], "up to TF32 products"),
+    ([Choice("channels_last", True)], "up to rounding"),
+])
+def test_the_verdict_names_what_has_fewer_bits(job, command, choices, words):
+    """Also where the plain program does not fit into the memory that was allowed."""
+    session = begin(job, command)
+    session.speedup, session.guard = Ratio(1.34, 1.2, 1.5, 6), GuardRecord("equivalent", "")
+    session.best.plan = Plan(tuple(choices)).to_json()
+    assert verdict(session).endswith(f"with the same results {words}")
+    session.memory_limit_bytes, session.frontier = 2**30, [Point("plain", 2**31, fits=False), Point("the plan", 2**29, chosen=True)]
+    assert verdict(session).endswith(f"with the same results {words}")

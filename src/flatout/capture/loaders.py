@@ -193,6 +193,8 @@ class Loaders:
             iterator = begin(loader)
             if loader in self.number:
                 self._numbers[iterator] = self.number[loader]
+                if not loader.persistent_workers:  # those loaders hold their iterator
+                    iterator.flatout_loader = loader  # `for batch in DataLoader(...)` holds the iterator alone
             scene.listener.iterator_end(loader, iterator)
             return iterator
 

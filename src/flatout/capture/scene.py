@@ -20,6 +20,8 @@ from functools import wraps
 from typing import Any
 
 from flatout.capture.batches import rows, samples_in
+from flatout.capture.compilers import compiler_off, is_compiled
+from flatout.capture.layers import layer_counts
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Guarded, Listener
 from flatout.capture.loaders import FeedRule, LoaderRule, Loaders, way_of
@@ -44,17 +46,20 @@ class Scene:
         self.backwards_in_last_step = 0
         self.optimizer_events = 0
         self.closure_steps = False
-        self.autocast_seen = False
+        self.autocast_seen = False  # around a forward pass that a backward pass came after, in the first step
+        self.anomaly_seen = False  # anomaly detection, in the last backward pass
         self.create_graph_seen = False
         self.compiled_by_script = False
         self.distributions_seen = False
         self.threads_at_import = torch.get_num_threads()
         self.reports: list[tuple[str, str]] = []  # what a lever has to say after it was applied
+        self.handed_on: Any = None  # where the programs of a search hand on the samples that they have kept
         self.divided: Any = None  # what `data_parallel` has in place, for the levers that act through it
         self._loaders = Loaders(torch)
         self._scalers = Scalers(torch)
         self._pickles_guarded = False
         self._roots: dict[int, weakref.ref] = {}
+        self._under_autocast: dict[int, bool] = {}  # root -> its last forward pass, until a backward pass begins
         self._losses: dict[int, weakref.ref] = {}
         self._optimizers = Optimizers(self.boundaries)
         self._depth = 0
@@ -106,7 +111,7 @@ class Scene:
     @property
     def in_pieces(self) -> bool:
         """The script calls parts of its model one by one, so there is no module whose forward is the whole."""
-        return len(self._roots) > ROOTS_THAT_MAKE_SENSE
+        return len(self.roots) > ROOTS_THAT_MAKE_SENSE
 
     @staticmethod
     def without_ranks(root: Any) -> Any:
@@ -114,8 +119,10 @@ class Scene:
         return root.module if type(root).__name__ == "DistributedDataParallel" else root
 
     def has_layer(self, *names: str) -> bool:
-        """Whether a root holds a layer whose class, or a base of it, has one of these names (a prefix will do)."""
-        return any(kind.__name__.startswith(names) for root in self.roots for module in root.modules() for kind in type(module).__mro__)
+        """Whether a root holds a layer whose class, or a base of it, has one of these names (a prefix will do). torch.jit keeps the names."""
+        modules = [module for root in self.roots for module in root.modules()]
+        kinds = {kind.__name__ for module in modules for kind in type(module).__mro__} | {str(getattr(module, "original_name", "")) for module in modules}
+        return any(name.startswith(names) for name in kinds)
 
     def data_is_random(self) -> bool:
         """Whether fetching a sample of the first map-style data set draws random numbers; True where it cannot be told."""
@@ -147,6 +154,12 @@ class Scene:
         """The DataLoaders themselves, in the order in which they were made."""
         return list(self._loaders.alive)
 
+    @property
+    def training_loaders(self) -> list[Any]:
+        """Those of ``live_loaders`` that train, as far as is known: all of them where no backward pass was fed from any."""
+        train = self.loaders_that_train
+        return [loader for loader in self.live_loaders if not train or self.first_loader_like(loader) in train]
+
     def number_of_loader(self, loader: Any) -> int | None:
         """The place of a DataLoader in ``loaders``; None for one that was made before we came."""
         return self._loaders.number.get(loader)
@@ -171,6 +184,7 @@ class Scene:
         return rows(batch, samples, start, stop)
 
     without_hooks = staticmethod(without_hooks)  # for who must not import this room
+    compiler_off = staticmethod(compiler_off)
 
     def without_scale(self, loss: Any) -> Any:
         """The loss that a GradScaler has scaled to this one, or this one itself."""
@@ -183,6 +197,7 @@ class Scene:
         parameters = self.parameters
         return {
             "roots": [type(root).__name__ for root in self.roots],
+            "layers": layer_counts(self.roots),
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
             "losses": [type(loss).__name__ for loss in self.loss_modules],
             "loaders": self.loaders[:8],
@@ -204,7 +219,7 @@ class Scene:
         self._losses = {id(loss): weakref.ref(loss) for loss in losses}
         for optimizer in optimizers:
             self._optimizers.meet(optimizer)
-        self.compiled_by_script = any(map(_is_compiled, self.roots))
+        self.compiled_by_script = any(map(is_compiled, self.roots))
         for loader in loaders:
             self._loaders.meet(loader)
 
@@ -303,7 +318,6 @@ class Scene:
                 self._losses[key] = weakref.ref(module)
             return
         self._roots[key] = weakref.ref(module)
-        self.compiled_by_script |= _is_compiled(module)
         if len(self._roots) <= ROOTS_THAT_MAKE_SENSE:
             hooked = self.torch.nn.Module  # a ScriptModule has hooks, but no methods to set them
             self._root_hooks[key] = [
@@ -325,7 +339,7 @@ class Scene:
         if self.boundaries.forward_or_backward_begins():
             self._step_ended()
         if not self.steps:
-            self.autocast_seen |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+            self._under_autocast[id(module)] = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         self.listener.forward_begin(module, args, kwargs)
         self._do_then()
 
@@ -354,6 +368,8 @@ class Scene:
             scene._loaders.backward_begins()
             roots = (tensors,) if isinstance(tensors, scene.torch.Tensor) else tuple(tensors)
             scene.create_graph_seen |= _creates_graph(args, kwargs)
+            scene.anomaly_seen = scene.torch.is_anomaly_enabled()
+            scene._note_autocast()
             scene.listener.backward_begin(tuple(map(scene.without_scale, roots)))
             scene._do_then()
             scene._in_backward = True
@@ -369,12 +385,18 @@ class Scene:
 
         return backward_heard
 
+    def _note_autocast(self) -> None:
+        """Forward passes of an evaluation do not count: another one of the same root comes before the backward pass."""
+        self.autocast_seen |= any(self._under_autocast.values())
+        self._under_autocast.clear()
+
     def _wrap_grad(self, grad: Callable) -> Callable:
         scene = self
 
         @wraps(grad)
         def grad_heard(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             scene.create_graph_seen |= _creates_graph(args, kwargs)
+            scene._note_autocast()
             before, scene._in_backward = scene._in_backward, True
             try:
                 return grad(outputs, inputs, *args, **kwargs)
@@ -419,6 +441,8 @@ class Scene:
         self.steps += 1
         self.backwards_in_last_step = self.backwards - self._backwards_at_step
         self._backwards_at_step = self.backwards
+        if self.steps <= 2:  # not as a root is found: its compiler would trace the question
+            self.compiled_by_script |= any(map(is_compiled, self.roots))
         if self.steps == 2 and self._discovery:
             self._stop_looking()
             self._depth = 0
@@ -448,8 +472,3 @@ class Scene:
 def _creates_graph(args: tuple, kwargs: dict) -> bool:
     """Whether a call of ``backward`` or ``grad`` wants to differentiate again; Tensor.backward passes it by position."""
     return bool(kwargs.get("create_graph", len(args) > 2 and args[2]))
-
-
-def _is_compiled(module: Any) -> bool:
-    return type(module).__name__ == "OptimizedModule" or any(
-        getattr(m, "_compiled_call_impl", None) is not None for m in module.modules())

@@ -22,6 +22,7 @@ class LiveProgress(Watcher):
         self.end_s = seconds() + budget_s
         self.now = ""
         self.detail = ""
+        self.expected = ""
         self.rows: dict[str, tuple[Ratio | None, str]] = {}
         self.live = Live(self._draw(), console=console, refresh_per_second=4, transient=True, get_renderable=self._draw) if console.is_terminal else None
 
@@ -39,6 +40,14 @@ class LiveProgress(Watcher):
             self.console.print(Text(f"{self._left()}  {name}: {detail}"), soft_wrap=True)
         self.now, self.detail = name, detail
 
+    def until(self, end_s: float) -> None:
+        self.end_s = end_s
+
+    def expect(self, sentence: str) -> None:
+        self.expected = sentence
+        if self.live is None:
+            self.console.print(Text(sentence), soft_wrap=True)
+
     def contest(self, plan: str, ratio: Ratio | None, note: str = "") -> None:
         self.rows.pop(plan, None)
         self.rows[plan] = (ratio, note)
@@ -54,4 +63,5 @@ class LiveProgress(Watcher):
         for plan, (ratio, note) in list(self.rows.items())[-SHOWN:]:
             style = "" if ratio is None else "green" if ratio.certain else "red" if ratio.high < 1 else ""
             table.add_row(Text(plan), Text(ratio.sentence() if ratio else note or "failed", style=style))
-        return Group(Text(f"{self._left()}  {self.now}: {self.detail}", style="bold"), table)
+        expected = [Text(self.expected)] if self.expected else []
+        return Group(Text(f"{self._left()}  {self.now}: {self.detail}", style="bold"), *expected, table)

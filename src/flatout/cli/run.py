@@ -153,13 +153,11 @@ def _plan_for(cmd: Command, facts: Facts, given: str | None, made_for: str) -> t
 
 def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RanksAsked) -> Plan | None:
     from flatout.cli.tune import tune
-    from flatout.plan.words import Effect
     from flatout.tune.session import plan_of
     from flatout.tune.tuning import Goal
 
-    effects = frozenset({Effect.EXACT, Effect.ROUNDING, Effect.RESAMPLED})
     try:
-        session, _ = tune(words, Goal(budget, effects), beside=False, asked=asked)
+        session, _ = tune(words, Goal(budget), beside=False, asked=asked)
     except ProgramNotFound:
         raise
     except FlatoutError as error:

@@ -19,7 +19,6 @@ from flatout.cli.underneath import of_death
 from flatout.diagnose.kept import load_profile
 from flatout.launch.command import Command, understand
 from flatout.levers import TABLE
-from flatout.measure.load import busy_cores
 from flatout.plan.errors import FlatoutError, ProgramFailed, UsageError
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder, write_json, write_whole
@@ -33,14 +32,16 @@ from flatout.tune.elsewhere import on_ray
 from flatout.tune.ranks import base_plan
 from flatout.tune.search import search
 from flatout.tune.session import job_folder, open_session, save_session, verdict, write_plan
-from flatout.tune.tuning import Goal, Tuning
+from flatout.tune.tuning import USUAL_BUDGET_S, Goal, Tuning
 
 SHORTEST_S = 5.0
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--budget", default="5m", show_default=True, type=Duration(), help="Time to spend: 90s, 5m, 1h.")
-@click.option("--effects", default="exact,rounding,resampled", show_default=True, help="What levers may change.")
+@click.option("--budget", default=None, type=Duration(),
+              help="Time to spend: 90s, 5m, 1h.  [default: 90s; 5m where a start takes over 10s or a step over 100ms]")
+@click.option("--effects", default="exact,rounding,precision,resampled", show_default=True,
+              help="What levers may change; without `precision`, nothing is multiplied or sent in half precision.")
 @click.option("--levers", "only", default=None, help="Only these levers, separated by commas. See `flatout levers`.")
 @click.option("--by-name", "named", multiple=True, type=LeverByName(), metavar="NAME[=VALUE]",
               help="A lever that changes what is learned, beside the plain program with its loss curve, never in the plan: 'local_sgd={every = 8}'.")
@@ -52,8 +53,8 @@ SHORTEST_S = 5.0
 @click.option("--again", is_flag=True, help="Start anew, even where an interrupted session could go on.")
 @ranks.options
 @program
-def command(budget: float, effects: str, only: str | None, named: tuple[Choice, ...], horizon: float, limit: int | None, no_write: bool, job: Path | None,
-            ray: str | None, again: bool, words: tuple[str, ...], **given: Any) -> int:
+def command(budget: float | None, effects: str, only: str | None, named: tuple[Choice, ...], horizon: float, limit: int | None, no_write: bool,
+            job: Path | None, ray: str | None, again: bool, words: tuple[str, ...], **given: Any) -> int:
     """Find the fastest plan for a program that keeps its results.
 
     The program is started several times, measured step by step with everything in it (loader included), and stopped. Its
@@ -61,7 +62,7 @@ def command(budget: float, effects: str, only: str | None, named: tuple[Choice, 
     ranks, which are measured beside one process.
     """
     goal = Goal(budget, _effects(effects), _levers(only), horizon, memory_limit_bytes=limit, named=named)
-    if budget < SHORTEST_S:
+    if budget is not None and budget < SHORTEST_S:
         raise UsageError(f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 5m.")
     session, folder = tune(words_or_usage(words, "tune"), goal, beside=not no_write, job=job, again=again, asked=ranks.ranks_asked(given), ray=ray)
     console = Console()
@@ -82,20 +83,17 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     made_for = asked.title if asked is not None else ""
     folder = writable(job_folder(cmd, job, made_for), job is not None)
     elsewhere = on_ray(ray, cmd, facts) if ray is not None else None
-    session = open_session(folder, cmd, facts, goal.budget_s, sorted(goal.effects), again, goal.memory_limit_bytes, made_for)
+    session = open_session(folder, cmd, facts, goal.budget_s or USUAL_BUDGET_S, sorted(goal.effects), again, goal.memory_limit_bytes, made_for)
     profile = load_profile(folder)
     if profile is not None:
         goal = replace(goal, first=tuple(levers_first(profile.findings, [lever.name for lever in TABLE])))
-    busy = busy_cores()
-    if busy is not None:
-        session.machine["busy_cores_before"] = round(busy, 2)
     save_session(folder, session)
     how = {} if asked is None or not asked.several else _as_ranks(cmd, facts, asked, session)
     console, kills = Console(stderr=True), oom_kills()
     # A terminated tuner must end its programs as an interrupted one does.
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        with LiveProgress(console, goal.budget_s - session.spent_s) as progress:
+        with LiveProgress(console, session.budget_s - session.spent_s) as progress:
             search(Tuning(**{"command": cmd, "facts": facts, **how}, job=folder, session=session, goal=goal, watcher=progress,
                           save_session=lambda s: save_session(folder, s), elsewhere=elsewhere))
     except FlatoutError as error:
@@ -106,10 +104,10 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
             raise ProgramFailed("\n".join([str(error).rstrip(), *(f"flatout: {line}" for line in said)]), error.exit_code) from None
         raise
     except KeyboardInterrupt:
-        session.message = "interrupted; the same command goes on from here"
+        session.message = "interrupted; the same command continues from here"
         save_session(folder, session)
-        kept = f"{len(session.contests)} contests are kept in {folder.session}"
-        console.print(f"flatout: interrupted. {kept}; the same command goes on from there.", markup=False, soft_wrap=True)
+        kept = f"{len(session.blocks)} measured blocks are kept in {folder.session}"
+        console.print(f"flatout: interrupted. {kept}; the same command continues from there.", markup=False, soft_wrap=True)
         raise
     finally:
         if elsewhere is not None:
@@ -158,9 +156,9 @@ def _effects(text: str) -> frozenset[Effect]:
     try:
         found = frozenset(Effect(word.strip().lower()) for word in text.split(",") if word.strip())
     except ValueError as error:
-        raise UsageError(f"{error}; use some of exact, rounding, resampled.") from None
+        raise UsageError(f"{error}; use some of exact, rounding, precision, resampled.") from None
     if not found or Effect.CHANGES_MATH in found:
-        raise UsageError("--effects takes some of exact, rounding, resampled. What changes the maths is chosen by name in a plan, never by the tuner.")
+        raise UsageError("--effects takes some of exact, rounding, precision, resampled. What changes the maths is chosen by name in a plan alone.")
     return found
 
 

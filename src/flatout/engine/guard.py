@@ -4,9 +4,11 @@
     ROUNDING   the step replica holds (flatout.engine.replica), the first losses are those of the plain run up to rounding
                (or leave them no faster than those of the plain program with its weights shaken in the last place), and the
                loss curves stay within the spread of the script's own runs with other seeds
+    PRECISION  the same, where the last place is that of half precision
     RESAMPLED  the batches come from the same distribution (flatout.engine.distribution), and the loss curves stay within
                that spread
 
+Whatever the effect, the losses must be as fine as the plain program's: a loss in half precision has 8 or 11 significant bits.
 A script that is not repeatable by itself is judged by the loss curves alone, and the verdict says so.
 """
 
@@ -18,6 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 from flatout.engine.distribution import same_distribution
+from flatout.engine.resolution import SHORT_SHARE, coarseness
 from flatout.plan.records import GuardCheck, GuardRecord, TrialRecord
 from flatout.plan.words import Effect
 
@@ -27,20 +30,25 @@ SHIFT_LIMIT = 1.0
 FEWEST_LOSSES = 2
 START_STEPS = 8  # after these a sound lever's rounding may have been amplified, and the spread of seeds is the scale
 START_LIMIT = 0.04
+FEWEST_FIRST_LOSSES = 8
 ROUNDING_GROWTH = 30.0  # in a smooth network the first losses moved by up to 3 times the error of the gradient
 LOSS_RESOLUTION = 2.0**-20  # float32 sums a loss to about 2^-22
 SHAKE = 2.0**-21  # of every weight: four units in float32's last place, about what the operations of one step round away together
-SHAKEN_GROWTH = 10.0  # sound: up to 7.7 times (channels_last, ResNet-18 with a large step)
+HALF_SHAKE = 2.0**-9  # bfloat16 rounds by up to this share of a number, in every product (flatout.engine.perturb)
+# How much further than the shaken plain program a sound lever may leave the plain one, over all seeds and over one alone, where luck counts.
+SHAKEN_GROWTH, SHAKEN_GROWTH_ALONE = 10.0, 30.0  # sound: up to 7.7 times (channels_last, ResNet-18 with a large step); broken: from 60
+HALF_GROWTH, HALF_GROWTH_ALONE = 6.0, 10.0  # sound: up to 2.9 times (bfloat16, Adadelta with a rate of 1.0); broken: from 12
+TINY = 1e-300
 
 
 def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: dict[str, Any] | None = None,
-          again: TrialRecord | None = None, shaken: Sequence[TrialRecord] = ()) -> GuardRecord:
+          again: TrialRecord | None = None, shaken: Sequence[TrialRecord] = (), late: dict[str, Any] | None = None) -> GuardRecord:
     """Compare runs seed by seed: ``plain[i]`` and ``tuned[i]`` had the same seed.
 
-    ``effect`` is the widest of the Plan's levers; ``replica`` is the answer of a step replica; ``again`` is a second
-    plain run with the first seed, which tells whether the script repeats itself. ``shaken`` are plain runs whose weights
-    were moved in the last place after the first step (``SHAKE``): they tell how fast this program carries rounding.
-    Raises ValueError on empty input.
+    ``effect`` is the widest of the Plan's levers; ``replica`` is the answer of a step replica, and ``late`` that of one after a
+    stretch of training; ``again`` is a second plain run with the first seed, which tells whether the script repeats itself.
+    ``shaken`` are plain runs that were rounded otherwise from the first step on, by ``shake_for(effect)`` (flatout.engine.perturb): they
+    tell how fast this program carries rounding. Raises ValueError on empty input.
     """
     if not plain or len(plain) != len(tuned):
         raise ValueError("the guard needs as many tuned runs as plain ones, and at least one")
@@ -52,7 +60,7 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
         record.verdict, record.why = "not checked", f"only {shortest} losses were seen, too few to compare"
         return record
     repeatable = again is None or _same_losses(plain[0], again)
-    checks.append(_finite(curves))
+    checks += [_finite(curves), _resolution(curves)]
     if effect is Effect.EXACT and repeatable:
         checks += [_bitwise_losses(plain, tuned), _bitwise_weights(plain, tuned)]
     else:
@@ -61,9 +69,8 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
         if effect is Effect.RESAMPLED:
             checks += same_distribution(list(zip(plain, tuned, strict=True)))
         elif repeatable:
-            checks += _start(plain, tuned, replica or {}, shaken)
-        if replica is not None and "checks" in replica:
-            checks += [GuardCheck(c["name"], c["passed"], c["why"], c["value"], c["limit"]) for c in replica["checks"]]
+            checks += _start(plain, tuned, replica or {}, shaken, _most_growth(effect))
+        checks += [*_told(replica), *_told(late, "late ", "after a stretch of training ")]
         checks.append(_curves_within_spread(curves))
     failed = [c for c in checks if not c.passed]
     if failed:
@@ -89,6 +96,43 @@ def wants_shaken(found: GuardRecord) -> bool:
     return [check.name for check in found.checks if not check.passed] == ["start"]
 
 
+def shake_for(effect: Effect) -> float:
+    """How far a plain run is perturbed (flatout.engine.perturb), so that it shows how this program carries what a lever of this effect rounds."""
+    return HALF_SHAKE if effect is Effect.PRECISION else SHAKE
+
+
+def start_agrees(effect: Effect, plain: TrialRecord, alone: TrialRecord, shaken: Sequence[TrialRecord] = ()) -> GuardCheck | None:
+    """Whether the first losses of one lever alone agree with the plain run of the same seed: it narrows which lever of a refused plan is to blame.
+
+    ``shaken``: plain runs moved by ``shake_for(effect)``; one with this seed is enough. None where nothing can be told: fewer than
+    ``FEWEST_FIRST_LOSSES`` losses, no shaken run, losses that are not finite in the plain run, or a lever whose batches are drawn otherwise.
+    """
+    curve = _aligned(plain, alone)
+    length = min(sum(step <= START_STEPS for step in plain.loss_steps), len(curve[0]))
+    first = (curve[0][:length], curve[1][:length])
+    shaken = [each for each in shaken if each.seed == plain.seed]
+    if length < FEWEST_FIRST_LOSSES or effect.rank >= Effect.RESAMPLED.rank or not all(map(math.isfinite, first[0])):
+        return None
+    for found in (_finite([first]), _resolution([first])):
+        if not found.passed:
+            return found
+    if effect is Effect.EXACT:
+        return _bitwise_losses([plain], [alone])
+    if not shaken:
+        return None
+    return next(iter(_start([plain], [alone], {}, shaken, _most_growth(effect, alone=True))), None)
+
+
+def _most_growth(effect: Effect, alone: bool = False) -> float:
+    if effect is Effect.PRECISION:
+        return HALF_GROWTH_ALONE if alone else HALF_GROWTH
+    return SHAKEN_GROWTH_ALONE if alone else SHAKEN_GROWTH
+
+
+def _told(replica: dict[str, Any] | None, prefix: str = "", when: str = "") -> list[GuardCheck]:
+    return [GuardCheck(prefix + c["name"], c["passed"], when + c["why"], c["value"], c["limit"]) for c in (replica or {}).get("checks", ())]
+
+
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
@@ -106,6 +150,12 @@ def _same_losses(a: TrialRecord, b: TrialRecord) -> bool:
 def _finite(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
     bad = [at for p, t in curves for at, (x, y) in enumerate(zip(p, t, strict=True)) if math.isfinite(x) and not math.isfinite(y)]
     return GuardCheck("finite", not bad, f"loss {bad[0]} is not finite where the plain program's is" if bad else "every loss is finite where the plain one is")
+
+
+def _resolution(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
+    plain, tuned = (coarseness(side) for side in zip(*curves, strict=True))
+    why = f"{tuned:.0%} of the losses have the few digits of half precision or repeat another one; {plain:.0%} of the plain program's"
+    return GuardCheck("resolution", tuned - plain <= SHORT_SHARE, why, max(0.0, tuned - plain), SHORT_SHARE)
 
 
 def _bitwise_losses(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> GuardCheck:
@@ -137,7 +187,8 @@ def _same_batches(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) ->
     return [GuardCheck("batches", True, "every batch is bitwise the same")]
 
 
-def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: dict[str, Any], shaken: Sequence[TrialRecord]) -> list[GuardCheck]:
+def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: dict[str, Any], shaken: Sequence[TrialRecord],
+           growth: float) -> list[GuardCheck]:
     """The losses of the first steps, pair by pair, beside the spread of the seeds at the same steps.
 
     In a smooth network they cannot differ by more than the gradient error that the replica has seen; where there are kinks
@@ -162,24 +213,25 @@ def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: 
         limit = min(limit, ROUNDING_GROWTH * error + LOSS_RESOLUTION * _rms([x for p in one for x in p]) / spread)
     value = distance / spread
     if value > limit and shaken:
-        return [_carried(plain, tuned, shaken, length, value, scale)]
+        return [_carried(plain, tuned, shaken, length, limit * spread * unit, growth, f"{value:.2g} of {scale}")]
     return [GuardCheck("start", value <= limit, f"the losses of the first {START_STEPS} steps differ by {value:.2g} of {scale}", value, limit)]
 
 
-def _carried(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], shaken: Sequence[TrialRecord], length: int, value: float, scale: str) -> GuardCheck:
+def _carried(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], shaken: Sequence[TrialRecord], length: int, least: float, growth: float,
+             apart: str) -> GuardCheck:
     """Whether the first losses leave the plain ones no faster than those of the plain program shaken in the last place, step by step.
 
     A large step on a young network makes of one rounding a tenth of the loss within three steps. What a lever breaks is
-    there at once; what it rounds grows as rounding does.
+    there at once; what it rounds grows as rounding does. Distances up to ``least`` would be excused anyway.
     """
     seeds = {p.seed: p for p in plain}
     mine = _growth([_aligned(p, t) for p, t in zip(plain, tuned, strict=True)], length)
     rounding = _growth([_aligned(seeds[s.seed], s) for s in shaken if s.seed in seeds], length)
     unit = max((abs(float.fromhex(x)) for p in plain for x in p.losses[:length]), default=1.0)
-    worst = max((m / (r + LOSS_RESOLUTION * unit) for m, r in zip(mine, rounding, strict=False)), default=math.inf)
-    why = (f"the losses of the first {START_STEPS} steps differ by {value:.2g} of {scale}; "
-           f"at no step by more than {worst:.2g} times what this program makes of one rounding")
-    return GuardCheck("start", worst <= SHAKEN_GROWTH, why, worst, SHAKEN_GROWTH)
+    ratios = [m / max(r + LOSS_RESOLUTION * unit, TINY) for m, r in zip(mine, rounding, strict=False) if not m <= least]
+    worst = max((ratio if ratio == ratio else math.inf for ratio in ratios), default=0.0 if rounding else math.inf)  # not a number: no measure
+    why = f"the losses of the first {START_STEPS} steps differ by {apart}; at no step by more than {worst:.2g} times what this program makes of one rounding"
+    return GuardCheck("start", worst <= growth, why, worst, growth)
 
 
 def _growth(curves: Sequence[tuple[list[float], list[float]]], length: int) -> list[float]:

@@ -1,9 +1,14 @@
-"""Does captured steps again on fresh copies of modules and optimizers: plainly, under levers, or in float64."""
+"""Does captured steps again on fresh copies of modules and optimizers: plainly, under levers, or in float64.
+
+After the updates every play does its first step once more: from the weights of ``sharpen``, which has trained a copy on that step alone, so that the
+network is as sure of it as late in a training, or else from the weights of the start.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,16 +19,25 @@ from flatout.measure.parity import tensors_in
 from flatout.plan.plan import Choice
 
 UPDATE_STEPS = 16  # a step that is left out, or a state that is reset, every so often shows within these
+CLIPPED = 0.5  # of the whole gradient
+MOST_OUTPUTS = 6  # among which gradients are told apart
+NOTHING_LEFT = 1e-3  # of a gradient, once what comes from inside the module is taken off
+SHARPENING = 0.02  # how far an update of ``sharpen`` moves a weight, as a share of its tensor's root mean square
 
 
 @dataclass
 class Played:
-    """By step: what the roots gave, gradients of all parameters, moves of all buffers. ``updates`` is how far the optimizers moved each parameter."""
+    """By step: what the roots gave, gradients of all parameters, moves of all buffers. ``updates`` is how far the optimizers moved each parameter.
+
+    ``clipped``: the size of each gradient of the first step after clipping. ``later`` is that step once more, after the updates.
+    """
 
     outputs: list[list[Any]] = field(default_factory=list)
     gradients: list[list[Any]] = field(default_factory=list)
     moves: list[list[Any]] = field(default_factory=list)
     updates: list[Any] = field(default_factory=list)
+    clipped: list[float] = field(default_factory=list)
+    later: Played | None = None
     failure: str = ""
 
 
@@ -33,6 +47,7 @@ class Replay:
     def __init__(self, scene: Any, applier: Applier, frozen: Any, stepped: Sequence[int]) -> None:
         self.scene, self.torch, self.applier, self.frozen, self.stepped = scene, scene.torch, applier, frozen, stepped
         self._same_gradients: list[list[Any]] = []
+        self._later = _held(frozen[0])  # weights and buffers that the later step starts from
 
     def play(self, steps: Sequence[list[dict[str, Any]]], choices: Sequence[Choice] = (), double: bool = False, nudge: float = 0.0) -> Played:
         """The first play must be the plain one: its gradients are what every optimizer is given. ``nudge`` moves every weight by up to this share."""
@@ -45,16 +60,53 @@ class Replay:
         played = Played(failure=failure)
         try:
             if not failure:
-                parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
-                for calls in steps:
-                    self._one_step(roots, parameters, calls, double, played)
+                self._steps(roots, steps, double, played)
                 self._same_gradients = self._same_gradients or played.gradients
                 if not nudge:
-                    self._update(parameters, optimizers, played)
+                    self._clip(roots, played)
+                    self._update(roots, optimizers, played)
+                if not nudge and not double:
+                    played.later = self.play_later(roots, steps)
         finally:
             for take_off in reversed(undo):
                 take_off()
         return played
+
+    def sharpen(self, step: list[dict[str, Any]], updates: int) -> None:
+        """Train a copy on one step alone, by updates of Adam's kind; later steps start from there unless it has left the finite numbers."""
+        roots = copy.deepcopy(self.frozen[0])
+        parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
+        rates = _rates(parameters)
+        moments = [[self.torch.zeros_like(p), self.torch.zeros_like(p)] for p in parameters]
+        for at in range(1, updates + 1):
+            self._one_step(roots, parameters, step, False, Played())
+            for p, rate, moment in zip(parameters, rates, moments, strict=True):
+                if p.grad is not None:
+                    _adam(p, p.grad, rate, moment, at, self.torch)
+        held = [tensor.detach() for tensor in _held(roots)]
+        if all(bool(tensor.isfinite().all()) for tensor in held):
+            self._later = held
+
+    def play_later(self, roots: list[Any] | None, steps: Sequence[list[dict[str, Any]]], nudge: float = 0.0) -> Played:
+        """The first step from the weights of later; on a fresh copy where ``roots`` is None. ``nudge`` as for ``play``."""
+        roots = copy.deepcopy(self.frozen[0]) if roots is None else roots
+        self._load(roots)
+        if nudge:
+            shake([p for root in roots for p in root.parameters()], nudge, self.torch)
+        played = Played()
+        self._steps(roots, steps[:1], False, played)
+        return played
+
+    def _load(self, roots: list[Any]) -> None:
+        """In place: what a lever compiled for these modules stays valid."""
+        with self.torch.no_grad():
+            for held, later in zip(_held(roots), self._later, strict=True):
+                held.copy_(later)
+
+    def _steps(self, roots: list[Any], steps: Sequence[list[dict[str, Any]]], double: bool, played: Played) -> None:
+        parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
+        for calls in steps:
+            self._one_step(roots, parameters, calls, double, played)
 
     def _apply(self, stage: _Stage, choices: Sequence[Choice]) -> tuple[list[Callable[[], None]], str]:
         undo: list[Callable[[], None]] = []
@@ -88,14 +140,26 @@ class Replay:
         device, dtype, enabled = call["autocast"]
         with torch.autocast(device, dtype=dtype, enabled=enabled and not double):
             outputs = list(tensors_in(root(*args, **kwargs), torch))
-        pairs = [(outputs[at], grad) for at, grad in sorted(call["grads"].items()) if at < len(outputs) and outputs[at].requires_grad]
+        if "outside" not in call:
+            call["outside"] = _outside(outputs, call["grads"], torch)
+        pairs = [(outputs[at], grad) for at, grad in sorted(call["outside"].items()) if at < len(outputs) and outputs[at].requires_grad]
         if pairs:
             torch.autograd.backward([o for o, _ in pairs], [g.to(o.dtype).reshape(o.shape) for o, g in pairs])
         return [o.detach().clone() for o in outputs if o.is_floating_point()]
 
-    def _update(self, parameters: list[Any], optimizers: list[Any], played: Played) -> None:
+    def _clip(self, roots: list[Any], played: Played) -> None:
+        """What torch's own clipping makes of the gradients of the plain play, in case the program clips: it is called by the name that a lever may replace."""
+        parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
+        for p, grad in zip(parameters, self._same_gradients[0], strict=True):
+            p.grad = None if grad is None else grad.to(p.dtype, copy=True)
+        whole = math.sqrt(sum(_size(p.grad) ** 2 for p in parameters if p.grad is not None))
+        self.torch.nn.utils.clip_grad_norm_(parameters, CLIPPED * whole)
+        played.clipped = [_size(p.grad) for p in parameters if p.grad is not None]
+
+    def _update(self, roots: list[Any], optimizers: list[Any], played: Played) -> None:
         """Every optimizer steps on the gradients of the plain play, one after another and round again."""
         torch = self.torch
+        parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
         stepping = [optimizers[at] for at in self.stepped]
         if not stepping or any(needs_closure(optimizer) for optimizer in stepping):
             return
@@ -132,6 +196,44 @@ def _in_double(roots: list[Any], optimizers: list[Any], torch: Any) -> None:
             for key, held in state.items():
                 if isinstance(held, torch.Tensor) and held.is_floating_point() and held.shape == p.shape and held.dim():
                     state[key] = held.double()
+
+
+def _outside(outputs: list[Any], grads: dict[int, Any], torch: Any) -> dict[int, Any]:
+    """Of the gradients that came to each output what did not come from another output: that of logits comes from the loss that is returned beside them."""
+    found = dict(grads)
+    heard = [at for at in sorted(grads) if at < len(outputs) and outputs[at].requires_grad]
+    for at in heard if 1 < len(heard) <= MOST_OUTPUTS else ():
+        for other in heard:
+            inside = torch.autograd.grad(outputs[other], outputs[at], grads[other], retain_graph=True, allow_unused=True)[0] if other != at else None
+            if inside is not None and at in found:
+                found[at] = found[at] - inside
+                if float(found[at].norm()) <= NOTHING_LEFT * float(grads[at].norm()):
+                    del found[at]
+    return found
+
+
+def _size(tensor: Any) -> float:
+    return float(tensor.double().norm())
+
+
+def _held(roots: list[Any]) -> list[Any]:
+    return [tensor for root in roots for tensor in (*root.parameters(), *root.buffers())]
+
+
+def _rates(parameters: list[Any]) -> list[float]:
+    """A tensor that starts at zero moves as far as the others do."""
+    sizes = [float(p.detach().double().square().mean().sqrt()) for p in parameters]
+    common = sorted(sizes)[len(sizes) // 2] if sizes else 0.0
+    return [SHARPENING * max(size, 0.1 * common) for size in sizes]
+
+
+def _adam(p: Any, grad: Any, rate: float, moments: list[Any], at: int, torch: Any) -> None:
+    """By hand: an optimizer object of torch would be taken for one of the program's."""
+    with torch.no_grad():
+        moments[0].lerp_(grad, 0.1)
+        moments[1].lerp_(grad.square(), 0.05)
+        size = (moments[1] / (1 - 0.95**at)).sqrt_().add_(1e-30)
+        p.sub_(rate / (1 - 0.9**at) * moments[0] / size)
 
 
 def shake(parameters: Sequence[Any], share: float, torch: Any) -> None:

@@ -7,11 +7,22 @@ done again without the script's code: forward, vector-Jacobian product, optimize
     outputs      what the root modules give
     gradient     of all parameters together, beside the script's own gradient noise from batch to batch
     parameters   the same for each parameter tensor alone: a small one may be wrong without being seen in the whole
-    update       what the optimizers make of the *same* gradients over some steps
+    clipping     what clip_grad_norm_ makes of the same gradients
+    update       what the optimizers make of the same gradients over some steps
     buffers      how running statistics move
+    resolution   how many significant bits a loss has that a root module computes
+    flushed      gradient elements that are zero where the plain ones are not
+    bits         gradient elements with fewer bits than half-precision products leave
+    saturated    elements of outputs and gradients that are one and the same largest or smallest value
+    later ...    gradient and resolution of the first step once more, after the updates of the optimizers
 
-What the script does between forward and backward (its loss) and between backward and optimizer (clipping) is not done
-again; the loss curves of the trials answer for that.
+A root module that computes its own loss is trained on one captured step first, so that the later step has a network that is sure
+of its samples: a gradient p - 1 that vanishes and a softmax that saturates show only there. For other modules the later step
+starts from the weights of the moment, and a replica that is asked late in a training sees what these weights bring about.
+
+What the script does between forward and backward (its loss) and between backward and optimizer is not done
+again; the losses of the trials answer for that. So a replica cannot see a loss function outside of the modules whose gradient
+vanishes late, nor a lever that breaks after more updates than it makes.
 """
 
 from __future__ import annotations
@@ -19,18 +30,38 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from flatout.engine.applier import Applier
 from flatout.engine.replay import Played, Replay, clone, random_state, set_random_state
-from flatout.engine.rounding import NUDGE, check, compare, same
+from flatout.engine.rounding import HALF_NUDGE, NUDGE, check, compare, later, same
+from flatout.measure.clock import seconds
 from flatout.measure.parity import tensors_in
 from flatout.plan.plan import Choice
 
 STEPS = 4
+MOST_UPDATES = 64  # of sharpening
+FEWEST_UPDATES = 32
+SHARPENING_S = 4.0  # of updates beyond the fewest
+LONGEST_SHARPENING_S = 8.0  # where the fewest take longer there are none
 STEPS_OF_A_LARGE_MODEL = 2  # or of a slow one
 LARGE = 100_000_000  # parameters; the gradients of all steps are held at once
 PATIENCE_STEPS = 12
+
+
+@dataclass
+class Reference:
+    """The plays without levers: plainly, in float64, and with nudged weights; ``later`` is the later step from weights nudged by half precision's
+    last place. ``sure``: the later weights are those of a network that is sure of its samples.
+    """
+
+    replay: Replay
+    plain: Played
+    double: Played
+    nudged: Played
+    later: Played
+    sure: bool
 
 
 class StepReplica:
@@ -48,7 +79,7 @@ class StepReplica:
         self._stepped: set[int] = set()
         self._steps: dict[int, list[dict[str, Any]]] = {}
         self._start = scene.steps
-        self._reference: tuple[Replay, Played, Played, Played] | None = None
+        self._reference: Reference | None = None
         self._wanted = STEPS_OF_A_LARGE_MODEL if slow or sum(p.numel() for p in scene.parameters) > LARGE else STEPS
 
     @property
@@ -119,23 +150,41 @@ class StepReplica:
             self.scene.asleep = asleep
 
     def _judge(self, steps: list[list[dict[str, Any]]], bitwise: bool) -> dict[str, Any]:
-        replay, plain, double, nudged = self._plain_plays(steps)
+        if self._reference is None:
+            self._reference = self._plain_plays(steps)
+        reference = self._reference
         try:
-            levers = replay.play(steps, self.choices)
+            levers = reference.replay.play(steps, self.choices)
         except Exception as error:  # the plain play has just gone through
             levers = Played(failure=f"{type(error).__name__}: {str(error)[:160]}")
         if levers.failure:
             return {"checks": [check("levers", 1.0, 0.0, f"a step of the program does not go through under the levers: {levers.failure}")]}
-        return {"checks": [same(plain, levers, self.torch)]} if bitwise else compare(plain, levers, double, nudged, self.torch)
+        if bitwise:
+            return {"checks": [same(reference.plain, levers, self.torch)]}
+        found = compare(reference.plain, levers, reference.double, reference.nudged, self.torch)
+        found["checks"] += later(reference.plain, levers, reference.later, reference.sure, self.torch)
+        return found
 
-    def _plain_plays(self, steps: list[list[dict[str, Any]]]) -> tuple[Replay, Played, Played, Played]:
-        """Plainly, in float64, and with nudged weights: the same for all levers that are judged."""
-        if self._reference is None:
-            replay = Replay(self.scene, self.applier, self._frozen, sorted(self._stepped))
-            plain = replay.play(steps)
-            try:
-                double = replay.play(steps[:1], double=True)
-            except Exception:  # a dtype written into the forward pass: no float64 reference to be had
-                double = Played()
-            self._reference = replay, plain, double, replay.play(steps[:1], nudge=NUDGE)
-        return self._reference
+    def _plain_plays(self, steps: list[list[dict[str, Any]]]) -> Reference:
+        """The same for all levers that are judged."""
+        replay = Replay(self.scene, self.applier, self._frozen, sorted(self._stepped))
+        updates = self._updates(replay, steps)
+        if updates:
+            replay.sharpen(steps[0], updates)
+        plain = replay.play(steps)
+        try:
+            double = replay.play(steps[:1], double=True)
+        except Exception:  # a dtype written into the forward pass: no float64 reference is available
+            double = Played()
+        nudged = replay.play(steps[:1], nudge=NUDGE)
+        return Reference(replay, plain, double, nudged, replay.play_later(None, steps, HALF_NUDGE), updates > 0)
+
+    def _updates(self, replay: Replay, steps: list[list[dict[str, Any]]]) -> int:
+        """How many updates of sharpening the time allows; none where the loss is not computed by a root module, and so not known."""
+        replay.play_later(None, steps)
+        if self._wanted < STEPS or any(grad.dim() for call in steps[0] for grad in call["outside"].values()):
+            return 0
+        start = seconds()
+        replay.play_later(None, steps)
+        step_s = max(seconds() - start, 1e-6)
+        return 0 if FEWEST_UPDATES * step_s > LONGEST_SHARPENING_S else max(FEWEST_UPDATES, min(MOST_UPDATES, int(SHARPENING_S / step_s)))

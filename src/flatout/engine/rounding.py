@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from flatout.engine.replay import Played
+from flatout.engine.resolution import fineness
 from flatout.measure.parity import relative_distance
 
 HALF_UNIT = 2.0**-8  # bfloat16's unit in the last place. Noise of that size on every gradient: 1.1e-3 to 1.7e-3; gradients of eight bits: from 1e-2
@@ -26,9 +27,12 @@ NOISE_CAP = 0.75  # of the distance between two batches. Sound: up to 0.52 (ResN
 SAME_MATHS = 20.0  # an optimizer's arithmetic: times the error that plain float32 makes itself,
 SAME_MATHS_MORE = 0.02  # but never so much more than it
 FLOOR = 1e-5
+HALF_NUDGE = 2.0**-9  # of every weight: bfloat16 rounds by up to this share
 NUDGE = 2.0**-11  # of every weight, to see how the gradient answers
 # A network is smooth where the gradient answers a nudge in proportion to the outputs. Without kinks: 0.7 to 2 times; with them: 11 to 100 times.
 SMOOTH = 5.0
+SURE = 10.0  # of what half precision's last place in every weight makes of the gradient. Sound: up to 3.4 times (a GPT, bfloat16)
+USABLE_ANSWER = 0.5
 USABLE_REFERENCE = 1e-2  # float32 further than this from float64: the random draws differed, or the maths is chaotic
 
 
@@ -46,11 +50,36 @@ def compare(plain: Played, levers: Played, double: Played, nudged: Played, torch
     checks = [outputs, _gradient(plain, levers, double, noise, kinks, torch), _parameters(plain, levers, double, kinks, torch)]
     if plain.updates:
         checks.append(_updates(plain, levers, double, torch))
+    clipping = max((abs(x - y) / y for x, y in zip(levers.clipped, plain.clipped, strict=True) if y), default=0.0)
+    checks.append(check("clipping", clipping, FLOOR, f"clip_grad_norm_ leaves gradients {clipping:.2g} (relative) from those that it leaves in the plain step"))
     if all(any(bool((move != 0).any()) for move in moves) for moves in plain.moves):
         checks.append(_buffers(plain, levers, double, torch))
     answer = max((_of_spread(a, b) for a, b in zip(nudged.outputs[0], plain.outputs[0], strict=True)), default=0.0)
     smooth = relative_distance(nudged.gradients[0], plain.gradients[0], torch) <= SMOOTH * answer
     return {"checks": checks, "noise": noise, "smooth": smooth}
+
+
+def later(plain: Played, levers: Played, nudged: Played, sure: bool, torch: Any) -> list[dict[str, Any]]:
+    """Whether half precision stays in the products: checks of the captured steps, and of the later one.
+
+    There the gradient may not leave the plain one by much more than where every weight is moved by half precision's last place (``nudged``).
+    """
+    checks = [check(*found) for found in fineness(plain, levers, torch)]
+    one, other = plain.later, levers.later
+    if one is None or other is None:
+        return checks
+    answer = _worst(one.gradients, nudged.gradients, torch)
+    if not answer <= USABLE_ANSWER:
+        return checks
+    when = "once the network is sure of these samples" if sure else "after some more updates"
+    error, limit = _worst(one.gradients, other.gradients, torch), max(KINKS * HALF_UNIT, SURE * answer)
+    why = f"{when}, the gradient is {error:.2g} (relative) from the plain one; moving every weight by half precision's last place moves it by {answer:.2g}"
+    return [*checks, check("later gradient", error, limit, why),
+            *(check(f"later {name}", value, most, f"{when}, {why}") for name, value, most, why in fineness(one, other, torch))]
+
+
+def _worst(plain: Sequence[list[Any]], other: Sequence[list[Any]], torch: Any) -> float:
+    return max(relative_distance(x, y, torch) for x, y in zip(other, plain, strict=True))
 
 
 def same(plain: Played, levers: Played, torch: Any) -> dict[str, Any]:

@@ -104,9 +104,13 @@ class Program:
     def exit_code(self) -> int | None:
         return self.process.poll()
 
-    def stop(self) -> None:
-        """Hold the whole group: while another process has the baton, neither threads nor loader workers may run."""
+    def stop(self, look_again: bool = False) -> None:
+        """Stop the whole group: while another program is measured, neither threads nor loader workers may run.
+
+        ``look_again`` finds processes that were started since the first stop, such as those of a compiler.
+        """
         if not self.stopped and self.exit_code is None:
+            self._groups = None if look_again else self._groups
             self._signal(signal.SIGSTOP)
             self.stopped = True
 

@@ -21,10 +21,14 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not facts.cuda:
-        return Skip("there is no CUDA device here")
-    if any(name in facts.environment for name in VARIABLES):
-        return Skip("the environment already configures the CUDA allocator")
+    on_cuda = scene is not None and scene.device_type == "cuda"
+    if not facts.cuda and not on_cuda:  # a device that NVML does not list may be there all the same
+        return Skip("no CUDA device was found on this machine")
+    name = next((name for name in VARIABLES if facts.environment.get(name)), None)
+    if name is not None:
+        return Skip(f"the environment sets {name} already; unset it to have this lever measured")
+    if scene is not None and scene.parameters and not on_cuda:
+        return Skip("no parameter of the program is on a CUDA device")
     return Options((True,))
 
 

@@ -1,14 +1,15 @@
 """Compute in half precision where it is safe: bfloat16, or float16 with a loss scale where bfloat16 is not native.
 
-What it does: runs the forward of each root module under torch.autocast and hands the script float32 again. With float16,
+What it does: runs the forward of each root module under torch.autocast and hands the script float32 again. Softmax, norms, sums, losses and the
+    rest of the operators that CUDA's autocast keeps in float32 stay there on every device, and so does the mean over all elements. With float16,
     backward passes start from a scaled loss, gradients are unscaled at the parameters, and a step with infinite gradients is
     left out.
 Why it is faster: Tensor Cores (and AMX on CPUs) multiply half precision at twice to sixteen times the rate, and half the
     bytes move.
 When it does not help: processors without bfloat16 instructions (0.61x to 0.89x on such CPUs); models made of small operations.
-What it can change: rounding, to two or three decimal digits in each product; parameters and their updates stay float32.
+What it can change: products, which have two (bfloat16) or three (float16) decimal digits; parameters, their updates and losses stay float32.
 Evidence: a 124M GPT 1.60x over TF32 (A100, torch 2.6, LLMs-from-scratch, chapter 5); measured on your program before it is kept.
-Sources: torch.amp documentation; Micikevicius et al., Mixed Precision Training, 2018.
+Sources: torch.amp documentation, "CUDA Ops that can autocast to float32"; Micikevicius et al., Mixed Precision Training, 2018.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
+from flatout.levers.autocast_policy import keep_float32
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
@@ -27,20 +29,21 @@ STEPS_BEFORE_GROWTH = 2000  # as GradScaler
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     torch = scene.torch
     if scene.autocast_seen:
-        return Skip("the script uses autocast itself")
+        return Skip("the program trains under autocast already")
     if scene.in_pieces:
-        return Skip("the model is called in pieces, not through one module")
-    if any(p.dtype != torch.float32 for p in scene.parameters):
-        return Skip("the parameters are not float32")
+        return Skip(f"the script calls {len(scene.roots)} modules by themselves, and no module that holds them all")
+    others = sorted({str(p.dtype) for p in scene.parameters if p.dtype != torch.float32})
+    if others:
+        return Skip(f"the program trains parameters that are not float32 ({', '.join(others)})")
     if scene.device_type == "cuda":
         if torch.cuda.get_device_capability()[0] >= 8:
             return Options(("bfloat16",))
-        return Skip("the script has a GradScaler of its own") if scene.scalers else Options(("float16",))
+        return Skip("the program scales its losses with a GradScaler already") if scene.scalers else Options(("float16",))
     if scene.device_type == "cpu":
-        if not {"amx_bf16", "avx512_bf16"} & set(facts.cpu_flags):
-            return Skip("this processor has no bfloat16 instructions; half precision would be emulated")
+        if not {"amx_bf16", "avx512_bf16", "bf16"} & set(facts.cpu_flags):
+            return Skip("this processor has no bfloat16 instructions (AMX, AVX512-BF16 or those of ARM), and bfloat16 is slower without them")
         return Options(("bfloat16",))
-    return Skip(f"it is not known to help on {scene.device_type}")
+    return Skip(f"the parameters are on {scene.device_type}, where autocast was never measured")
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
@@ -48,6 +51,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[str(value)]
     scale = _LossScale(scene, ledger) if value == "float16" else None
     device = scene.device_type
+    keep_float32(torch, device, ledger)
 
     def wrapper(forward: Any) -> Any:
         def in_half_precision(*args: Any, **kwargs: Any) -> Any:
@@ -150,8 +154,12 @@ def code(value: Value) -> str:
     if value == "float16":
         return ('with torch.autocast(device, torch.float16): loss = ...\n'
                 'scaler.scale(loss).backward(); scaler.unscale_(optimizer); scaler.step(optimizer); scaler.update()')
-    return "with torch.autocast(device, torch.bfloat16): loss = ..."
+    return "with torch.autocast(device, torch.bfloat16): loss = ...  # on the CPU, softmax, norms, sums and losses in float32: x.float().softmax(-1)"
 
 
-LEVER = Lever("autocast", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, after=("channels_last",),
-              page=__doc__)
+def half(value: Value) -> str:
+    return f"{value} products"
+
+
+LEVER = Lever("autocast", Moment.MODEL, Effect.PRECISION, applies, code, apply=apply, live=True, known_bad=known_bad, after=("channels_last",),
+              half=half, page=__doc__)

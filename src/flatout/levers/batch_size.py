@@ -21,20 +21,21 @@ from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
 
 NAME = "batch_size"
-BATCHES_ITSELF = "the data set makes its batches itself (batch_size=None)"
-OWN_SAMPLER = "the training loader has a sampler of the script's own, which may count on the batch size"
+BATCHES_ITSELF = "the training DataLoader does not make batches (batch_size=None); the data set or the script does"
+OWN_SAMPLER = "the training DataLoader has a sampler ({name}) that is not torch's own and may depend on the batch size"
+OWN_BATCHES = "the training DataLoader has a batch sampler ({name}) that chooses the batch size itself"
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if not scene.backwards:  # before the first loader is made nothing can be seen; the rule looks at each one
         return Options(({},))
     if not scene.loaders:
-        return Skip("the script prepares its batches itself, without a DataLoader")
+        return Skip("no torch DataLoader was made in this process, so its batches come from elsewhere")
     trains = scene.training_loader
     if trains is None:
-        return Skip("no batch of a DataLoader came before a backward pass, so none of them is known to train")
+        return Skip("no backward pass came after a batch that was taken with gradients enabled, so no DataLoader is known to train")
     size = scene.loaders[trains]["batch_size"]
-    live = next((loader for loader in scene.live_loaders if scene.number_of_loader(loader) == trains), None)
+    live = next((loader for loader in scene.training_loaders if scene.number_of_loader(loader) == trains), next(iter(scene.training_loaders), None))
     made = resized(_arguments(live), 1) if live is not None else {}
     if isinstance(made, str):
         return Skip(made)
@@ -92,11 +93,12 @@ def resized(arguments: dict[str, Any], size: int) -> dict[str, Any] | str:
     """The arguments of a DataLoader with this batch size, or why they cannot have one."""
     batches = arguments.get("batch_sampler")
     samplers = [each for each in (arguments.get("sampler"), batches, getattr(batches, "sampler", None)) if each is not None]
-    if any(not type(each).__module__.startswith("torch.utils.data.") for each in samplers if type(each) not in (list, tuple, range)):
-        return OWN_SAMPLER
+    if batches is not None and (type(batches).__name__ != "BatchSampler" or not type(batches).__module__.startswith("torch.utils.data.")):
+        return OWN_BATCHES.format(name=type(batches).__name__)
+    own = next((each for each in samplers if type(each) not in (list, tuple, range) and not type(each).__module__.startswith("torch.utils.data.")), None)
+    if own is not None:
+        return OWN_SAMPLER.format(name=type(own).__name__)
     if batches is not None:
-        if type(batches).__name__ != "BatchSampler":
-            return OWN_SAMPLER
         return {**arguments, "batch_sampler": type(batches)(batches.sampler, size, batches.drop_last)}
     return BATCHES_ITSELF if arguments.get("batch_size", 1) is None else {**arguments, "batch_size": size}
 

@@ -1,13 +1,15 @@
 """Do the transforms of a whole batch at once, in place of one image after another.
 
-What it does: reads the torchvision pipeline of each DataLoader's data set and does its transforms as tensor operations on the
-    batch, with the random numbers that each image would have drawn. What it does not know stays with the single image; with "light",
-    so do resizing, rotation and colours, whose arithmetic on large images is faster in Pillow.
+What it does: follows torchvision's transforms wherever the data set's own code calls them (an object or closure around them, two views
+    of an image, a loop over a list, a collate function) and does them as tensor operations on the batch, with the random numbers that
+    each image would have drawn. What it does not know stays with the single image; with "light", so do resizing, rotation and colours,
+    whose arithmetic on large images is faster in Pillow.
 Why it is faster: a transform of a small image costs far more in Python and in copies than in arithmetic; a batch pays it once.
-When it does not help: large images of different sizes, whose decoding takes the time; own collate functions; IterableDatasets.
+When it does not help: large images of different sizes, whose decoding takes the time; code that looks at each image before its batch is
+    made; functional calls; albumentations and kornia, which draw in another way.
 What it can change: nothing: every value, every random draw and the order of draws are those of the plain pipeline, and the first
-    batch of each loader is made both ways and compared. One exception: a change of contrast in images that are floats already may
-    round otherwise in the last places, and the search then treats it as rounding.
+    batch of each loader is made both ways and compared (of an IterableDataset, the first calls of each transform). One exception: a
+    change of contrast in images that are floats already may round otherwise in the last places, and the search then treats it as rounding.
 Evidence: batches of 128 small images came 5 times as fast, and 21 times with cached_prefix beside it (bench/results: data; 2 cores of
     an AMD EPYC, torch 2.14.1, 2026-11); measured on your program before it is kept.
 Sources: torchvision.transforms; ATen/core/DistributionsHelper.h on how torch draws random numbers.
@@ -30,7 +32,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     def batched(feed: Any) -> None:
         feed.batched = True
 
-    feeds, why = tried(scene.live_loaders, batched)
+    feeds, why = tried(scene.training_loaders, batched, type(scene.ledger)())
     if why:
         return Skip(why)
     heavy, apart = any(feed.heavy for feed in feeds), any(feed.apart for feed in feeds)
@@ -39,6 +41,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     from flatout.pipeline.feed import Feed
+    from flatout.pipeline.intercept import INTERCEPTION
 
     if value not in ("all", "light"):
         raise TypeError(f'the value of batched_transforms is "all" or "light", not {value!r}')
@@ -49,6 +52,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
         feed.listeners["batched"] = lambda sentence: scene.report("batched_transforms", sentence)
         return feed
 
+    INTERCEPTION.hold(ledger)
     scene.feed_loaders(batched, ledger)
     return ledger.restore
 
@@ -56,6 +60,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
     """Forgets that images are bytes: what leaves the pipeline is brighter by a constant."""
     from flatout.pipeline.feed import Feed
+    from flatout.pipeline.intercept import INTERCEPTION
 
     class Brighter(Feed):
         def __getitems__(self, indices: Any) -> Any:
@@ -69,6 +74,7 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
         feed.batched = True
         return feed
 
+    INTERCEPTION.hold(ledger)
     scene.feed_loaders(brighter, ledger)
     return ledger.restore
 

@@ -1,10 +1,11 @@
 """Keep samples as they are before anything random happens to them, and do not fetch them again.
 
-What it does: each sample is read, decoded and taken through the deterministic beginning of its pipeline once; what comes out is kept
-    in memory, and on disk where a folder is named. A batch is then gathered from there. All samples are fetched before the first
-    batch, or each when it first comes.
+What it does: each sample is read, decoded and taken through the deterministic beginning of its transforms once, wherever the data set's
+    own code calls them; what comes out is kept in memory, and on disk where a folder is named, with the calls that are left to do. A
+    batch is then gathered from there. Of albumentations and kornia the images are kept that enter them. All samples are fetched before
+    the first batch, or each when it first comes.
 Why it is faster: the same files are not read and decoded again in every epoch, and gathering a batch is one operation.
-When it does not help: sets that do not fit; training for one epoch; steps that last long beside their data.
+When it does not help: sets that do not fit; training for one epoch; steps that last long beside their data; IterableDatasets.
 What it can change: nothing. A sample is kept only where fetching it twice gives the same bits and draws no random numbers; one kept
     sample is fetched again in each of the first batches and in every eighth later, and an attribute or tensor that the script changes
     in the data set ends the keeping. A data set that answers differently now and then without drawing from torch, numpy or random may
@@ -38,7 +39,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     def kept(feed: Any) -> None:
         feed.keep = keep
 
-    feeds, why = tried(scene.live_loaders, kept)
+    feeds, why = tried(scene.training_loaders, kept, type(scene.ledger)())
     if why:
         return Skip(why)
     needed = sum(feed.store.bytes_of_all for feed in feeds if feed.store is not None)
@@ -46,26 +47,28 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     return Options(({"mib": whole, "ahead": True}, {"mib": whole}) if whole <= most else ({"mib": most},))
 
 
-def _keep(value: Value) -> Any:
+def _keep(value: Value, handed_on: Any = None) -> Any:
     from flatout.pipeline.keeping import Keep, Memory
 
     if not isinstance(value, dict) or not isinstance(value.get("mib"), int):
         raise TypeError(f"the value of cached_prefix is a table such as {{mib = 512}}, not {value!r}")
     folder = value.get("disk")
-    return Keep(Memory(value["mib"] * MIB), bool(value.get("ahead")), str(folder) if folder else None)
+    return Keep(Memory(value["mib"] * MIB), bool(value.get("ahead")), str(folder) if folder else None, handed_on)
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     from flatout.pipeline.feed import Feed
+    from flatout.pipeline.intercept import INTERCEPTION
 
-    keep = _keep(value)
+    keep = _keep(value, scene.handed_on)
 
     def kept(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
         feed = feed or Feed(loader)
-        feed.keep = keep if not feed.keeps_nothing else None
+        feed.keep = keep
         feed.listeners["keep"] = lambda sentence: scene.report("cached_prefix", sentence)
         return feed
 
+    INTERCEPTION.hold(ledger)
     scene.feed_loaders(kept, ledger)
     return ledger.restore
 

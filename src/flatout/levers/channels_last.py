@@ -20,18 +20,16 @@ from flatout.plan.words import Effect, Moment
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if not scene.has_layer("Conv2d", "ConvTranspose2d"):
-        return Skip("no layer here works on images")
+        return Skip("no module of the model is an nn.Conv2d or nn.ConvTranspose2d")
     if scene.in_pieces:
-        return Skip("the model is called in pieces, not through one module")
+        return Skip(f"the script calls {len(scene.roots)} modules by themselves, and no module that holds them all")
     if scene.closure_steps and any(type(o).__name__ == "LBFGS" for o in scene.optimizers):
-        return Skip("LBFGS flattens the parameters and needs them in their usual layout")
-    if any(_is_channels_last(scene.torch, p) for p in scene.parameters):
-        return Skip("the script has done it itself")
+        return Skip("LBFGS flattens the gradients, which it can do in their usual layout only")
+    layouts = [(p.is_contiguous(), p.is_contiguous(memory_format=scene.torch.channels_last)) for p in scene.parameters if p.dim() == 4]
+    converted, usual = layouts.count((False, True)), layouts.count((True, False))  # kernels of 1 x 1 are both
+    if converted:
+        return Skip(f"{converted} of {converted + usual} convolution weights are stored as channels_last already, and the program's choice is kept")
     return Options((True,))
-
-
-def _is_channels_last(torch: Any, p: Any) -> bool:
-    return bool(p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous())
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:

@@ -7,7 +7,7 @@ What it does: what the ranks exchange after each backward pass travels as bfloat
 Why it is faster: half the bytes ("bf16", "fp16"), or a few percent of them, cross a link that is the wall.
 When it does not help: where the exchange hides behind the backward pass, where the ranks share a machine, where casting costs as much as is saved;
     PowerSGD computes for each matrix, in two exchanges that wait for one another.
-What it can change: rounding of gradients, to three digits ("bf16") or four ("fp16"). PowerSGD changes the maths: an update is of low rank, the rest
+What it can change: gradients, which are sent with three digits ("bf16") or four ("fp16"). PowerSGD changes the maths: an update is of low rank, the rest
     comes later, and training ends elsewhere.
 Evidence: bytes and exposed time in `bench/exchange.py` of the repository; measured on your program before it is kept.
 Sources: Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"; torch documentation, "DDP Communication Hooks".
@@ -22,18 +22,18 @@ from typing import Any
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
+from flatout.ranks.absent import why_none
 
 NAME = "comm_compression"
-ALONE = "the program runs as one process, so no gradients travel"
 CHANGES = "PowerSGD changes the maths: updates are of low rank, and what they leave out comes later; the first {after} backward passes travel as they are"
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if scene is None or scene.divided is None:
-        return Skip(ALONE)
+    if scene.divided is None:
+        return Skip(why_none(scene.torch))
     parameters, torch = scene.divided.that_train(), scene.torch
     if parameters and not any(p.dtype in (torch.float32, torch.float64) for p in parameters):
-        return Skip("the gradients are in half precision already")
+        return Skip("no gradient is float32 or float64, and only those are compressed")
     return Options(("bf16", "fp16"))
 
 
@@ -60,7 +60,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     """Raises TypeError for a value that is none, LookupError where there are no ranks."""
     way = _way(value)
     if scene.divided is None:
-        raise LookupError(ALONE)
+        raise LookupError(why_none(scene.torch))
     if way.name.startswith("powersgd"):
         scene.report(NAME, CHANGES.format(after=way.name.rpartition(" ")[2]))
     ledger.set(scene.divided, "wanted", replace(scene.divided.wanted, way=way))
@@ -72,7 +72,7 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
     from flatout.ranks.wire import Brain, Way
 
     if scene.divided is None:
-        raise LookupError(ALONE)
+        raise LookupError(why_none(scene.torch))
     ledger.set(scene.divided, "wanted", replace(scene.divided.wanted, way=Way("bf16, not divided", lambda torch, world: Brain(torch, 1))))
     return ledger.restore
 
@@ -86,5 +86,9 @@ def code(value: Value) -> str:
     return f"{hooks}model.register_comm_hook({state}, powerSGD_hook.powerSGD_hook)"
 
 
-LEVER = Lever(NAME, Moment.STEP, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, needs=("data_parallel",), excludes=("sharding",),
-              check=check, page=__doc__)
+def half(value: Value) -> str:
+    return {"bf16": "bfloat16 gradients between ranks", "fp16": "float16 gradients between ranks"}.get(str(value), "gradients of low rank between ranks")
+
+
+LEVER = Lever(NAME, Moment.STEP, Effect.PRECISION, applies, code, apply=apply, live=True, known_bad=known_bad, needs=("data_parallel",), excludes=("sharding",),
+              check=check, half=half, page=__doc__)

@@ -12,6 +12,7 @@ Sources: torch.compile documentation; Ansel et al., PyTorch 2, ASPLOS 2024.
 
 from __future__ import annotations
 
+import os
 import shutil
 from typing import Any
 
@@ -21,16 +22,19 @@ from flatout.plan.words import Effect, Moment
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if off := scene.compiler_off():
+        return Skip(f"torch.compile is switched off in this process ({off})")
     if scene.compiled_by_script:
-        return Skip("the script compiles its model itself")
+        return Skip("the script compiles the model, or a part of it, itself")
     if scene.create_graph_seen:
-        return Skip("the script differentiates twice, which compiled functions cannot do")
+        return Skip("the script differentiates twice (create_graph=True), and compiled functions have no second derivative")
     if scene.in_pieces:
-        return Skip("the model is called in pieces, not through one module")
+        return Skip(f"the script calls {len(scene.roots)} modules by themselves, and no module that holds them all")
     if not scene.roots:
-        return Skip("no module was called as a whole")
-    if scene.device_type == "cpu" and not any(shutil.which(c) for c in ("c++", "g++", "clang++")):
-        return Skip("compiling for the CPU needs a C++ compiler, and there is none; `apt-get install g++` brings one")
+        return Skip("no nn.Module with parameters to train was called, as in `model(x)`")
+    compiler = os.environ.get("CXX", "clang++" if facts.system == "Darwin" else "g++")  # as torch._inductor.config.cpp.cxx
+    if scene.device_type == "cpu" and shutil.which(compiler.split()[0] if compiler.split() else "g++") is None:
+        return Skip(f"compiling for the CPU needs a C++ compiler, and {compiler} was not found; install it (`apt-get install g++`) or name another one in CXX")
     if scene.device_type == "cuda":
         return Options(("default", "reduce-overhead", "max-autotune-no-cudagraphs"))
     return Options(("default",))

@@ -19,14 +19,14 @@ from flatout.plan.words import Effect, Moment
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     torch = scene.torch
-    if scene.device_type != "cuda":
-        return Skip("the model is not on a CUDA device")
+    if scene.device_type != "cuda" and not any(p.is_cuda for p in scene.parameters):
+        return Skip("no parameter of the program is on a CUDA device")
     if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
-        return Skip("the script asked for deterministic algorithms, and keeps them")
+        return Skip("deterministic algorithms are switched on, and this lever chooses among others")
     if torch.backends.cudnn.benchmark:
-        return Skip("the script has switched it on itself")
+        return Skip("torch.backends.cudnn.benchmark is on already")
     if not scene.has_layer("Conv"):
-        return Skip("no layer here is a convolution")
+        return Skip("no module of the model is an nn.Conv layer")
     return Options((True,))
 
 

@@ -23,14 +23,14 @@ from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.plan.standing import standing
 from flatout.plan.words import Effect, Moment
+from flatout.ranks.absent import why_none
 
 NAME = "data_parallel"
-ALONE = "the program runs as one process; `flatout run --procs N` starts it as several"
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     here = standing()
-    return Options(({"reduction": "mean"},)) if here is not None and here.world_size > 1 else Skip(ALONE)
+    return Options(({"reduction": "mean"},)) if here is not None and here.world_size > 1 else Skip(why_none(scene.torch))
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
@@ -40,7 +40,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
     division, here = Division.read(value), standing()
     if here is None or here.world_size < 2:
-        raise LookupError(ALONE)
+        raise LookupError(why_none(scene.torch))
     divided = Divided(scene.torch, scene, here, division, ledger)
     divided.install()
     ledger.set(scene, "divided", divided)

@@ -1,6 +1,6 @@
 """Switch off checks that are there for debugging.
 
-What it does: anomaly detection off; the argument checks of torch.distributions off.
+What it does: anomaly detection off, also where the script switches it on around each step; the argument checks of torch.distributions off.
 Why it is faster: anomaly mode keeps a traceback for every operation and looks for NaN in every gradient; each
     distribution that is made compares all its arguments with their constraints, which is a synchronisation on a GPU.
 When it does not help: a program that uses neither.
@@ -21,8 +21,9 @@ from flatout.plan.words import Effect, Moment
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     torch = scene.torch
     checks = scene.distributions_seen and torch.distributions.Distribution._validate_args
-    if not torch.is_anomaly_enabled() and not checks:
-        return Skip("no debugging aid is switched on here")
+    if not torch.is_anomaly_enabled() and not scene.anomaly_seen and not checks:
+        unused = "does not check arguments by default" if scene.distributions_seen else "is not used"
+        return Skip(f"anomaly detection is off, and torch.distributions {unused}")
     return Options((True,))
 
 
@@ -30,14 +31,16 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     torch = scene.torch
     anomaly, nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     checks = torch.distributions.Distribution._validate_args
-    torch.autograd.set_detect_anomaly(False)
-    torch.distributions.Distribution.set_default_validate_args(False)
 
     def undo() -> None:
         torch.autograd.set_detect_anomaly(anomaly, nan)
         torch.distributions.Distribution.set_default_validate_args(checks)
 
+    # Restored in reverse: ``undo`` needs the real function, and so does switching anomaly detection off.
     ledger.call("debugging aids", undo)
+    torch.autograd.set_detect_anomaly(False)
+    ledger.set(torch, "set_anomaly_enabled", lambda mode, check_nan=True: None)  # `with detect_anomaly():` would switch it on again in each step
+    torch.distributions.Distribution.set_default_validate_args(False)
     return ledger.restore
 
 

@@ -19,20 +19,25 @@ from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
 
 DEPTHS = (1, 2)
+OWN_ORDER = "the training DataLoader has a sampler ({name}) that may depend on earlier steps, so its batches are not made ahead of time"
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not facts.cuda or (scene.backwards and scene.device_type != "cuda"):
-        return Skip("the program does not train on a CUDA device")
+    if scene.device_type != "cuda" and (scene.backwards or not facts.cuda):  # before the first step the device is not known
+        return Skip("no parameter of the program is on a CUDA device")
     if scene.backwards:
-        from flatout.pipeline.streams import has_own_order
+        from flatout.pipeline.streams import has_own_order, own_order
 
-        if not scene.live_loaders:
-            return Skip("the script prepares its batches itself, without a DataLoader")
-        if any(has_own_order(loader.sampler, loader.batch_sampler) for loader in scene.live_loaders):
-            return Skip("the script has a sampler of its own, which must not be asked ahead of time")
-        if not any(loader.num_workers for loader in scene.live_loaders):
-            return Skip("the program makes its batches itself, and taking them ahead would change the order of random numbers")
+        live = scene.training_loaders
+        if not scene.loaders:
+            return Skip("no torch DataLoader was made in this process, so its batches come from elsewhere")
+        if not live:
+            return Skip("the training DataLoader no longer exists, so all of its batches were taken before")
+        if all(has_own_order(loader.sampler, loader.batch_sampler) for loader in live):
+            return Skip(OWN_ORDER.format(name=own_order(live[0].sampler, live[0].batch_sampler)))
+        if not any(loader.num_workers for loader in live):
+            return Skip("the training DataLoader has no workers, and batches that the program takes ahead could change the order of random numbers; "
+                        "set num_workers=1 or more")
     return Options(DEPTHS)
 
 

@@ -26,13 +26,17 @@ PATIENCE_STEPS = 3
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if scene.compiled_by_script:
-        return Skip("the script compiles its model itself, and the compiler fuses what this would")
+        return Skip("the script compiles the model, or a part of it, itself, and the compiler fuses operations in its own way")
     if scene.create_graph_seen:
-        return Skip("the script differentiates twice, which kernels with a gradient of their own cannot do")
+        return Skip("the script differentiates twice (create_graph=True), and these kernels have no second derivative")
     if not scene.optimizers:
-        return Skip("without an optimizer object it cannot be told when the weights change, and logits that are looked at late need the old ones")
+        return Skip("the program has no torch.optim.Optimizer, which tells when the weights change; logits that are read late need the old weights")
     if not _heads(scene) and not _norms(scene):
-        return Skip("no linear layer here is as wide as a vocabulary, and normalisations are replaced on CUDA only")
+        own = next((type(head).__name__ for head in _wide(scene)), None)
+        if own is not None:
+            return Skip(f"the {own} layer that is as wide as a vocabulary is no plain nn.Linear (its class, hooks, forward or parameters are its own)")
+        return Skip(f"no linear layer has {VOCABULARY} outputs or more, or as many as an Embedding has rows, "
+                    "and no layer on a CUDA device is a LayerNorm or RMSNorm with weights")
     return Options((True,))
 
 
@@ -61,12 +65,17 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 def _heads(scene: Any) -> list[Any]:
     """Linear layers whose outputs are a vocabulary: as many as an Embedding of the same root has rows, or very many."""
+    return [head for head in _wide(scene) if type(head) is scene.torch.nn.Linear and _is_plain(scene, head)]
+
+
+def _wide(scene: Any) -> list[Any]:
+    """All of them, also those that are not plain nn.Linear."""
     torch, found = scene.torch, {}
     for root in scene.roots:
         modules = list(root.modules())
         vocabularies = {m.num_embeddings for m in modules if isinstance(m, torch.nn.Embedding)}
         for module in modules:
-            if type(module) is torch.nn.Linear and (module.out_features >= VOCABULARY or module.out_features in vocabularies) and _is_plain(torch, module):
+            if isinstance(module, torch.nn.Linear) and (module.out_features >= VOCABULARY or module.out_features in vocabularies):
                 found[id(module)] = module
     return list(found.values())
 
@@ -77,18 +86,19 @@ def _norms(scene: Any) -> list[Any]:
     for root in scene.roots:
         for module in root.modules():
             if type(module) in (nn.LayerNorm, nn.RMSNorm) and len(module.normalized_shape) == 1 and module.weight is not None and module.weight.is_cuda \
-                    and _is_plain(scene.torch, module):
+                    and _is_plain(scene, module):
                 found[id(module)] = module
     return list(found.values())
 
 
-def _is_plain(torch: Any, module: Any) -> bool:
+def _is_plain(scene: Any, module: Any) -> bool:
     """Nothing of the script's own sits on this layer: hooks, a forward of its own, parameters that are no ordinary tensors."""
-    own = vars(module).get("forward")
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    torch, own = scene.torch, vars(module).get("forward")
+    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = [hook for table in tables for hook in table.values() if getattr(hook, "__self__", None) is not scene]  # a layer that is called by itself has ours
     ordinary = all(type(p) is torch.nn.Parameter and p.is_floating_point() and p.layout is torch.strided and p.device.type in ("cpu", "cuda")
                    for p in module.parameters(recurse=False))
-    return ordinary and not any(hooks) and (own is None or getattr(own, "flatout", False))
+    return ordinary and not hooks and (own is None or getattr(own, "flatout", False))
 
 
 def _deferring(torch: Any, head: Any, linear: Any) -> Any:

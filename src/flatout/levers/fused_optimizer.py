@@ -20,33 +20,50 @@ from flatout.plan.words import Effect, Moment
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if not scene.optimizers:
-        return Skip("the script updates its parameters without an optimizer object")
+        return Skip("the program updates its parameters without a torch.optim.Optimizer")
     ways = [_ways(scene.torch, optimizer) for optimizer in scene.optimizers]
     common = [way for way in ("fused", "foreach") if any(way in w for w in ways)]
     if not common:
-        names = ", ".join(sorted({type(o).__name__ for o in scene.optimizers}))
-        return Skip(f"{names} has no fused form, or the script has chosen one itself")
+        return Skip(_why_none(scene.torch, scene.optimizers[0]))
     return Options((common[0],))
 
 
 def _ways(torch: Any, optimizer: Any) -> list[str]:
     """The forms this optimizer could be switched to."""
-    kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim") or "foreach" not in inspect.signature(kind.__init__).parameters:
+    if not _is_torchs(optimizer) or _chosen(optimizer) or any(not _is_plain(torch, p) for group in optimizer.param_groups for p in group["params"]):
         return []
-    ways = []
-    for group in optimizer.param_groups:
-        # False was written by somebody as well; the default is None.
-        if group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable") or group.get("capturable"):
-            return []
-        if any(p.is_complex() or p.layout != torch.strided or not p.is_floating_point() for p in group["params"]):
-            return []
+    kind, ways = type(optimizer), []
     if "fused" in inspect.signature(kind.__init__).parameters:
         ways.append("fused")
     # On CUDA the multi-tensor form is the default already.
     if not any(p.is_cuda for group in optimizer.param_groups for p in group["params"]):
         ways.append("foreach")
     return ways
+
+
+def _is_torchs(optimizer: Any) -> bool:
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim") and "foreach" in inspect.signature(kind.__init__).parameters
+
+
+def _chosen(optimizer: Any) -> str:
+    """The argument with which the script has chosen a form, or one that rules them out. False was written by somebody as well; the default is None."""
+    return next((f"{name}={group[name]}" for group in optimizer.param_groups for name in ("fused", "foreach", "differentiable", "capturable")
+                 if group.get(name) is not None and (group[name] or name in ("fused", "foreach"))), "")
+
+
+def _is_plain(torch: Any, p: Any) -> bool:
+    return bool(p.is_floating_point() and p.layout == torch.strided)
+
+
+def _why_none(torch: Any, optimizer: Any) -> str:
+    """Why this optimizer has no such form; of several optimizers the first is named."""
+    name = type(optimizer).__name__
+    if _is_torchs(optimizer) and (chosen := _chosen(optimizer)):
+        return f"the program has made its {name} with {chosen}"
+    if _is_torchs(optimizer) and any(not _is_plain(torch, p) for group in optimizer.param_groups for p in group["params"]):
+        return f"{name} updates complex or sparse parameters, which have no fused form"
+    return f"{name} has no form that this lever could switch it to"
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:

@@ -22,10 +22,11 @@ THRESHOLDS = (70_000, 50, 100)
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not gc.isenabled():
-        return Skip("the script has switched garbage collection off itself")
-    if gc.get_threshold()[0] >= THRESHOLDS[0]:
-        return Skip("the script has raised the thresholds itself")
+    first = gc.get_threshold()[0]
+    if not gc.isenabled() or not first:  # gc.set_threshold(0) switches it off as well
+        return Skip("the program has switched automatic garbage collection off itself")
+    if first >= THRESHOLDS[0]:
+        return Skip(f"the program has raised the first threshold of the garbage collector to {first} itself")
     return Options((True,))
 
 

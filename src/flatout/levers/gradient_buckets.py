@@ -21,21 +21,21 @@ from typing import Any
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
+from flatout.ranks.absent import why_none
 
 NAME = "gradient_buckets"
 ALL = "all"
 CANDIDATES: tuple[int | str, ...] = (1, 5, 25, 100, ALL)
-ALONE = "the program runs as one process, so no gradients travel"
-ALIKE = "its gradients fill the same buckets whatever their size is"
+ALIKE = "each bucket size that this lever tries puts the gradients into the same buckets"
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if scene is None or scene.divided is None:
-        return Skip(ALONE)
+    if scene.divided is None:
+        return Skip(why_none(scene.torch))
     divided = scene.divided
     parameters = divided.that_train()
     if not parameters:
-        return Skip("no parameter has been seen to train yet")
+        return Skip("no parameter with requires_grad was in a forward pass yet")
     from flatout.ranks.convoy import buckets_of
     from flatout.ranks.wire import PLAIN
 
@@ -67,7 +67,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     """Raises TypeError for a value that is none, LookupError where there are no ranks."""
     most = _bytes(value)
     if scene.divided is None:
-        raise LookupError(ALONE)
+        raise LookupError(why_none(scene.torch))
     ledger.set(scene.divided, "wanted", replace(scene.divided.wanted, bucket_bytes=most))
     return ledger.restore
 
@@ -77,7 +77,7 @@ def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
     from flatout.ranks.wire import Plain, Way
 
     if scene.divided is None:
-        raise LookupError(ALONE)
+        raise LookupError(why_none(scene.torch))
 
     class Forgetful(Plain):
         first: Any = None

@@ -23,9 +23,11 @@ FROM_THEIR_OUTPUT = ("ReLU", "ReLU6", "Hardtanh", "LeakyReLU")
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if scene.compiled_by_script:
-        return Skip("the script compiles its model itself, and the compiler decides where results go")
+        return Skip("the script compiles the model, or a part of it, itself, and the compiler decides where results go")
     if not _activations(scene, scene.roots):
-        return Skip("no layer here is an activation whose gradient follows from its output and that is not in place already")
+        if any(isinstance(module, scene.torch.jit.ScriptModule) for root in scene.roots for module in root.modules()):
+            return Skip("the model, or a part of it, is compiled by torch.jit, which does not read the inplace attribute of its layers")
+        return Skip("the model has no nn.ReLU, nn.ReLU6, nn.Hardtanh or nn.LeakyReLU layer that is not in place already")
     return Options((True,))
 
 

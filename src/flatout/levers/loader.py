@@ -23,6 +23,7 @@ from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
 
 BATCHES_AHEAD = 2
+OWN_ORDER = "the training DataLoader has a sampler ({name}) that may depend on earlier steps, so its batches are not made ahead of time"
 FEWEST_BATCHES = 4  # a loader shorter than this would only pay for starting workers
 
 
@@ -30,14 +31,16 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     if not scene.backwards:  # before the first loader is made nothing can be seen; the rule looks at each one
         return Options(({},))
     if not scene.loaders:
-        return Skip("the script prepares its batches itself, without a DataLoader")
-    usable = [loader for loader in scene.loaders if not loader["iterable"]]
+        return Skip("no torch DataLoader was made in this process, so its batches come from elsewhere")
+    train = scene.loaders_that_train
+    usable = [loader for number, loader in enumerate(scene.loaders) if not loader["iterable"] and (number in train or not train)]
     if not usable:
-        return Skip("the data set is an IterableDataset; other workers could repeat or reorder its samples")
-    from flatout.pipeline.streams import can_stand_in, has_own_order, seeds_itself
+        return Skip("the training data set is an IterableDataset; other workers could repeat or reorder its samples")
+    from flatout.pipeline.streams import can_stand_in, has_own_order, own_order, seeds_itself
 
-    if any(has_own_order(loader.sampler, loader.batch_sampler) for loader in scene.live_loaders):
-        return Skip("the script has a sampler of its own, which must not be asked ahead of time")
+    live = scene.training_loaders
+    if live and all(has_own_order(loader.sampler, loader.batch_sampler) for loader in live):
+        return Skip(OWN_ORDER.format(name=own_order(live[0].sampler, live[0].batch_sampler)))
     asked, cores, random = usable[0]["asked_workers"], max(1, facts.cores), scene.data_is_random()
     if random and asked >= cores and not any(map(seeds_itself, scene.live_loaders)):
         return Options(tuple({"workers": n} for n in range(asked - 1, -1, -1) if can_stand_in(n, asked))[:4], effect=Effect.EXACT)

@@ -26,16 +26,16 @@ from typing import Any
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
+from flatout.ranks.absent import why_none
 
 NAME = "local_sgd"
-ALONE = "the program runs as one process, and has nobody to meet"
-EXCHANGES = "every forward pass of this program exchanges something between the ranks ({why}), so they cannot step by themselves"
+EXCHANGES = "it does not work with {why} of data_parallel, which exchanges data between the ranks in forward passes"
 LOSSES = "between rounds the loss that the script reads is that of each rank's own share, so decide by an evaluation; the optimizer's state stays each rank's"
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if scene is None or scene.divided is None:
-        return Skip(ALONE)
+    if scene.divided is None:
+        return Skip(why_none(scene.torch))
     why = _exchanges(scene.divided.division)
     return Skip(EXCHANGES.format(why=why)) if why else Options(({"every": 8, "outer": "average"}, {"every": 8, "outer": "nesterov"}))
 
@@ -43,7 +43,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
 def _exchanges(division: Any) -> str:
     from flatout.ranks.division import ALL, WHOLE
 
-    return "the model alone is divided" if division.batches == WHOLE else "batch normalisation over all ranks" if division.batchnorm == ALL else ""
+    return 'batches = "whole"' if division.batches == WHOLE else 'batchnorm = "all"' if division.batchnorm == ALL else ""
 
 
 def check(value: Value) -> None:
@@ -63,7 +63,7 @@ def _install(scene: Any, value: Value, ledger: Any, rate: float | None) -> Undo:
 
     rounds = Rounds.read(value)
     if scene.divided is None:
-        raise LookupError(ALONE)
+        raise LookupError(why_none(scene.torch))
     if why := _exchanges(scene.divided.division):
         raise LookupError(EXCHANGES.format(why=why))
     local = LocalSteps(scene.divided, rounds, rate)

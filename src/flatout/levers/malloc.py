@@ -13,6 +13,7 @@ Sources: mallopt(3), section "M_MMAP_THRESHOLD"; gperftools, jemalloc and mimall
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from flatout.plan.facts import Facts
@@ -31,16 +32,23 @@ KEEPING = {
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if facts.system != "Linux":
-        return Skip(f"preloading an allocator is only done on Linux; this is {facts.system or 'an unknown system'}")
-    preloaded = facts.environment.get("LD_PRELOAD", "")
-    if "malloc" in preloaded:
-        return Skip(f"the environment already preloads {preloaded.split('/')[-1]}")
-    if any(name.startswith(("MALLOC_", "MIMALLOC_")) for name in facts.environment) or "GLIBC_TUNABLES" in facts.environment:
-        return Skip("the environment already configures malloc")
+        return Skip(f"allocators are replaced on Linux only, and this system is {facts.system or 'unknown'}")
+    libraries = [path.rpartition("/")[2] for path in re.split("[: ]+", facts.environment.get("LD_PRELOAD", ""))]
+    preloaded = next((library for library in libraries if "malloc" in library), None)
+    if preloaded is not None:
+        return Skip(f"LD_PRELOAD names the allocator {preloaded}; remove it to have allocators measured")
+    name = next((name for name, value in facts.environment.items() if _configures_malloc(name, value)), None)
+    if name is not None:
+        return Skip(f"the environment sets {name}, which configures malloc; unset it to have allocators measured")
     if scene is not None and scene.device_type != "cpu":
-        return Skip("the tensors live on the accelerator, which has an allocator of its own")
+        return Skip(f"the parameters are on {scene.device_type}, whose memory malloc does not manage")
     found = tuple(name for name in ORDER if name in facts.allocators)
     return Options(found) if found else Skip("no other allocator was found; `pip install flatout[malloc]` brings one")
+
+
+def _configures_malloc(name: str, value: str) -> bool:
+    """GLIBC_TUNABLES is for all of the C library."""
+    return "glibc.malloc." in value if name == "GLIBC_TUNABLES" else bool(value) and name.startswith(("MALLOC_", "MIMALLOC_"))
 
 
 def environment(facts: Facts, value: Value) -> dict[str, str]:

@@ -22,12 +22,14 @@ BUDGETS: tuple[Value, ...] = (0.7, 0.5, 0.3, 0.1)
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if off := scene.compiler_off():
+        return Skip(f"torch.compile is switched off in this process ({off})")
     if scene.compiled_by_script:
-        return Skip("the script compiles its model itself, and its code is compiled already")
+        return Skip("the script compiles the model, or a part of it, itself, before a budget could be set")
     if scene.create_graph_seen:
-        return Skip("the script differentiates twice, which compiled functions cannot do")
+        return Skip("the script differentiates twice (create_graph=True), and compiled functions have no second derivative")
     if not scene.roots:
-        return Skip("no module was called as a whole")
+        return Skip("no nn.Module with parameters to train was called, as in `model(x)`")
     return Options(BUDGETS)
 
 

@@ -25,11 +25,11 @@ LEAST_NUMBERS = 4096  # of a state tensor that is worth the way
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if scene.device_type != "cuda":
-        return Skip("the model is in host memory already, and there is no other memory to spare")
+        return Skip("no parameter of the program is on a CUDA device")
     if scene.in_pieces:
-        return Skip("the model is called in pieces, not through one module")
+        return Skip(f"the script calls {len(scene.roots)} modules by themselves, and no module that holds them all")
     if scene.compiled_by_script:
-        return Skip("the script compiles its model itself, and compiled code keeps what it wants")
+        return Skip("the script compiles the model, or a part of it, itself, and the compiler chooses what is kept")
     return Options(("activations", "optimizer") if scene.optimizers else ("activations",))
 
 

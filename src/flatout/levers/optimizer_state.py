@@ -27,17 +27,24 @@ COPIED = ("betas", "eps", "weight_decay", "amsgrad")
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
+    if not _of_torch(scene):
+        names = ", ".join(sorted({_name(o) for o in scene.optimizers})) or "no torch.optim.Optimizer"
+        return Skip(f"this lever replaces Adam and AdamW of torch.optim, and the program has {names}")
     if find_spec("torchao") is None:
         return Skip(MISSING)
-    if not _of_torch(scene):
-        names = ", ".join(sorted({type(o).__name__ for o in scene.optimizers})) or "no optimizer object"
-        return Skip(f"torchao has low-bit forms of Adam and AdamW, and this program has {names}")
     return Options(tuple(SUFFIXES))
 
 
 def _of_torch(scene: Any) -> list[Any]:
-    return [o for o in scene.optimizers if type(o).__name__ in KINDS and type(o).__module__.startswith("torch.optim")
-            and not any(group.get("maximize") or group.get("differentiable") for group in o.param_groups)]
+    return [o for o in scene.optimizers if _name(o) in KINDS]
+
+
+def _name(optimizer: Any) -> str:
+    """The class as a reader tells it from torch's own, and what torchao does not know of its options."""
+    kind = type(optimizer)
+    name = kind.__name__ if kind.__module__.startswith("torch.optim") else f"{kind.__module__}.{kind.__name__}"
+    asked = [option for option in ("maximize", "differentiable") if any(group.get(option) for group in optimizer.param_groups)]
+    return f"{name} with {' and '.join(asked)}" if asked else name
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:

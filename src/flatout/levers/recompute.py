@@ -25,20 +25,21 @@ from flatout.saved.derive import Deriving
 from flatout.saved.wrong import in_half_the_bits
 
 OPERATIONS: tuple[Value, ...] = ({"ops": "cheap"}, {"ops": "linear", "share": 0.34}, {"ops": "linear", "share": 1.0})
+NO_BLOCKS = "the model has no two blocks of one class with two layers or more in each"
 BLOCKS: tuple[Value, ...] = ({"blocks": 0.5}, {"blocks": 1.0})
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if scene.compiled_by_script:
-        return Skip("the script compiles its model itself, and the compiler chooses what is kept")
+        return Skip("the script compiles the model, or a part of it, itself, and the compiler chooses what is kept")
     if scene.create_graph_seen:
-        return Skip("the script differentiates twice, through what would be computed again")
+        return Skip("the script differentiates twice (create_graph=True), through activations that would be computed again")
     if scene.in_pieces:
-        return Skip("the model is called in pieces, not through one module")
+        return Skip(f"the script calls {len(scene.roots)} modules by themselves, and no module that holds them all")
     if not scene.roots:
-        return Skip("no module was called as a whole")
+        return Skip("no nn.Module with parameters to train was called, as in `model(x)`")
     if any(isinstance(root, scene.torch.jit.ScriptModule) for root in scene.roots):
-        return Skip("the model is a compiled script (torch.jit), which runs without its modules' own forward")
+        return Skip("the model, or a part of it, is compiled by torch.jit, which does not call the forward of its layers")
     return Options((*OPERATIONS, *(BLOCKS if _blocks(scene)[0] else ())))
 
 
@@ -73,7 +74,7 @@ def _blocks(scene: Any) -> tuple[list[Any], str]:
     """The repeated blocks that may be computed twice, and why others may not."""
     blocks = [block for root in scene.roots for block in repeated(scene.torch, scene.without_ranks(root))]
     reasons = [why_not(scene.torch, block) for block in blocks]
-    return [block for block, reason in zip(blocks, reasons, strict=True) if not reason], next(filter(None, reasons), "no module here repeats")
+    return [block for block, reason in zip(blocks, reasons, strict=True) if not reason], next(filter(None, reasons), NO_BLOCKS)
 
 
 def _blocks_again(scene: Any, share: float, ledger: Any) -> None:

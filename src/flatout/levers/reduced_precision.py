@@ -3,7 +3,7 @@
 What it does: torch.set_float32_matmul_precision("medium"), and fp32_precision = "bf16" for oneDNN's convolutions and RNNs.
 Why it is faster: processors with AMX or AVX512-BF16 multiply bfloat16 at several times the rate of float32. Tensors stay float32.
 When it does not help: processors without these instructions; small operations.
-What it can change: rounding of products, to about two decimal digits.
+What it can change: products, which have about two decimal digits; sums and tensors stay float32.
 Evidence: oneDNN convolution backward 1.14-1.48x (Sapphire Rapids, pytorch pull request 126054); measured on your program before it is kept.
 Sources: PyTorch documentation, "MKLDNN backend".
 """
@@ -22,13 +22,15 @@ FLAGS = ("amx_bf16", "avx512_bf16")
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     torch = scene.torch
     if scene.device_type != "cpu":
-        return Skip("the model is not on the CPU")
+        return Skip(f"the parameters are on {scene.device_type}, and this lever acts on the CPU")
     if not set(FLAGS) & set(facts.cpu_flags):
-        return Skip("this processor has no bfloat16 instructions (AMX or AVX512-BF16)")
+        return Skip("this processor has neither AMX-BF16 nor AVX512-BF16 instructions")
     if not torch.backends.mkldnn.is_available():
         return Skip("this PyTorch was built without oneDNN")
-    if torch.backends.mkldnn.matmul.fp32_precision != "none":  # the default; "ieee" was written by somebody
-        return Skip("the script has chosen oneDNN's precision itself")
+    mkldnn = torch.backends.mkldnn
+    chosen = next((each.fp32_precision for each in (mkldnn.matmul, mkldnn.conv, mkldnn.rnn) if each.fp32_precision != "none"), None)
+    if chosen is not None:  # "none" is the default; "ieee" was written by somebody
+        return Skip(f"the program has set the float32 precision of oneDNN to {chosen} itself")
     return Options((True,))
 
 
@@ -68,4 +70,5 @@ def code(value: Value) -> str:
     return 'torch.set_float32_matmul_precision("medium"); torch.backends.mkldnn.conv.fp32_precision = "bf16"'
 
 
-LEVER = Lever("reduced_precision", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, page=__doc__)
+LEVER = Lever("reduced_precision", Moment.MODEL, Effect.PRECISION, applies, code, apply=apply, live=True, known_bad=known_bad,
+              half=lambda value: "bfloat16 products", page=__doc__)

@@ -35,7 +35,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     def kept(feed: Any) -> None:
         feed.batched, feed.keep = True, Keep(Memory(most * MIB))
 
-    feeds, why = tried(scene.live_loaders, kept)
+    feeds, why = tried(scene.training_loaders, kept, type(scene.ledger)())
     if why or all(feed.refusal or feed.keeps_nothing for feed in feeds):
         return Skip(why or feeds[0].refusal or feeds[0].keeps_nothing)
     needed = sum(feed.store.bytes_of_all for feed in feeds if feed.store is not None)
@@ -48,13 +48,14 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
         raise TypeError(f"the value of resident_data is a table such as {{mib = 512}}, not {value!r}")
     from flatout.pipeline.device import Resident, Twins, hand_out
     from flatout.pipeline.feed import Feed
+    from flatout.pipeline.intercept import INTERCEPTION
     from flatout.pipeline.keeping import Keep, Memory
     from flatout.pipeline.streams import seeds_itself, without_workers
 
     torch = scene.torch
     if not torch.cuda.is_available():
         raise LookupError("there is no CUDA device to keep data on")
-    twins, keep = Twins(), Keep(Memory(value["mib"] * MIB), ahead=True)
+    twins, keep = Twins(), Keep(Memory(value["mib"] * MIB), ahead=True, handed_on=scene.handed_on)
     hand_out(twins, ledger)
 
     def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -62,13 +63,14 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
     def resident(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
         feed = feed or Feed(loader)
-        feed.batched, feed.keep = True, None if feed.keeps_nothing else keep
+        feed.batched, feed.keep = True, keep
         feed.resident = None if feed.keeps_nothing else Resident(torch.device("cuda", torch.cuda.current_device()), twins)
         feed.as_workers = asked.get("num_workers", 0) if not seeds_itself(loader) else 0
         feed.listeners["keep"] = feed.listeners["batched"] = lambda sentence: scene.report("resident_data", sentence)
         return feed
 
     scene.change_loaders(change, ledger)
+    INTERCEPTION.hold(ledger)
     scene.feed_loaders(resident, ledger)
     return ledger.restore
 

@@ -23,6 +23,7 @@ from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.plan.standing import standing
 from flatout.plan.words import Effect, Moment
+from flatout.ranks.absent import why_none
 
 NAME = "sharding"
 OVER = ("node", "all")
@@ -31,7 +32,7 @@ OVER = ("node", "all")
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     here = standing()
     if here is None or here.world_size < 2:
-        return Skip("the program runs as one process; `flatout run --procs N` starts it as several")
+        return Skip(why_none(scene.torch))
     if not scene.torch.distributed.is_available():
         return Skip("this torch was built without torch.distributed")
     return Options(({"over": "node"},))

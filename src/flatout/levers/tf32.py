@@ -3,7 +3,8 @@
 What it does: torch.set_float32_matmul_precision("high"). Convolutions and RNNs of cuDNN use TF32 by default already.
 Why it is faster: TF32 multiplies with 10 bits of mantissa at several times the rate of float32 and adds in float32.
 When it does not help: on CPUs, on GPUs before Ampere, and where the model runs in half precision already.
-What it can change: rounding of products, to about three decimal digits.
+What it can change: products, which have about three decimal digits: as many bits of mantissa as float16, with the range of float32. So its
+    effect is that of half precision, and `--effects exact,rounding` leaves it out.
 Evidence: a 124M GPT 2.21x (one A100, torch 2.6, LLMs-from-scratch, chapter 5); measured on your program before it is kept.
 Sources: PyTorch documentation, "CUDA semantics", section "TensorFloat-32 on Ampere (and later) devices".
 """
@@ -19,27 +20,24 @@ from flatout.plan.words import Effect, Moment
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     torch = scene.torch
-    if scene.device_type != "cuda":
-        return Skip("the model is not on a CUDA device")
+    if scene.device_type != "cuda" and not any(p.is_cuda for p in scene.parameters):
+        return Skip("no parameter of the program is on a CUDA device")
     if torch.cuda.get_device_capability()[0] < 8:
-        return Skip("this GPU has no TF32 (it came with compute capability 8.0)")
+        return Skip("this GPU has no TF32, which needs compute capability 8.0 or higher")
     if torch.are_deterministic_algorithms_enabled():
-        return Skip("the script asked for deterministic algorithms; its precision is left as it is")
+        return Skip("deterministic algorithms are switched on, so the precision is left as it is")
     return _choice_of_the_script(torch) or Options((True,))
 
 
 def _choice_of_the_script(torch: Any) -> Skip | None:
     """Either family of flags tells. By default the newer one says "none"; "ieee" was written by somebody."""
-    try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch refuses where the families disagree
-        return Skip("the script sets the TF32 flags of both families itself")
     newer = torch.backends.cuda.matmul.fp32_precision
-    if newer == "tf32" or precision != "highest":
-        return Skip("the script has switched TF32 on itself")
-    if newer == "ieee":
-        return Skip("the script asks for full float32 precision itself")
-    return None
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch refuses where the families disagree
+        older = "highest"
+    chosen = newer if newer != "none" else older
+    return Skip(f"the float32 precision of matrix products is set to {chosen} already") if (newer, older) != ("none", "highest") else None
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
@@ -81,4 +79,5 @@ def code(value: Value) -> str:
     return 'torch.set_float32_matmul_precision("high")'
 
 
-LEVER = Lever("tf32", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, page=__doc__)
+LEVER = Lever("tf32", Moment.MODEL, Effect.PRECISION, applies, code, apply=apply, live=True, known_bad=known_bad,
+              half=lambda value: "TF32 products", page=__doc__)

@@ -18,15 +18,15 @@ from flatout.plan.words import Effect, Moment
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if "OMP_NUM_THREADS" in facts.environment:
-        return Skip(f"the environment asks for OMP_NUM_THREADS={facts.environment['OMP_NUM_THREADS']}")
     now = scene.torch.get_num_threads()
     if scene.backwards and now != scene.threads_at_import:
-        return Skip(f"the script itself chose {now} threads")
+        return Skip(f"the program itself has set the number of threads to {now}")
+    if asked := facts.environment.get("OMP_NUM_THREADS"):
+        return Skip(f"the environment sets OMP_NUM_THREADS={asked}; unset it to have this lever measured")
     if now < 2:
-        return Skip("one thread is used already")
+        return Skip("torch uses one thread in this process already, and this lever only takes threads away")
     if scene.device_type != "cpu":
-        return Skip("the model is on the accelerator")
+        return Skip(f"the parameters are on {scene.device_type}, where the threads of the CPU do not compute")
     return Options(tuple(dict.fromkeys(n for n in (1, now // 2, now // 4) if 1 <= n < now)))
 
 

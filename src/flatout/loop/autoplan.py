@@ -35,8 +35,9 @@ VALUES = 2  # of a lever: the likeliest
 
 def effects_of(asked: str) -> frozenset[Effect]:
     """What a tuned plan may change. Raises LoopError for anything that a Loop cannot guard by itself."""
-    if asked not in (Effect.EXACT, Effect.ROUNDING):
-        raise LoopError(f'effects={asked!r}: it is "exact" (every bit stays) or "rounding" (the same maths, rounded otherwise).')
+    if asked not in (Effect.EXACT, Effect.ROUNDING, Effect.PRECISION):
+        raise LoopError(f'effects={asked!r}: it is "exact" (every bit stays), "rounding" (the same maths, rounded otherwise) or "precision" (also products '
+                        "in half precision).")
     return frozenset(effect for effect in Effect if effect.rank <= Effect(asked).rank)
 
 

@@ -69,7 +69,8 @@ class Loop:
     plan             a `flatout.Plan`, or the path of a flatout.toml: levers applied to these very objects. ``loop.outcomes`` says what of it
                      holds, and what does not, because. "auto": levers are tried out in the first steps, none of which is wasted; ``loop.tuned``,
                      ``loop.plan`` say what was found
-    effects          what plan="auto" may change: "exact" (no bit) or "rounding" (the default: the same maths, rounded otherwise)
+    effects          what plan="auto" may change: "exact" (no bit), "rounding" (the same maths, rounded otherwise) or "precision" (the
+                     default: also products in half precision)
     scheduler        its ``step()`` is called after each optimizer step
     clip             the gradient's norm is clipped to this
     precision        "float32" (whatever the model has), "tf32", "bf16" or "fp16" (autocast, with a scaler for fp16), "fp8" (torchao), "bf16-master" or
@@ -254,7 +255,7 @@ class Loop:
             why = "the ranks of one training" if self._ranks is not None else "an optimizer with master weights"
             raise LoopError(f'plan="auto" cannot guard levers under {why}. Tune with `flatout tune COMMAND...` and give the plan that it writes.')
         assert self._levers is not None
-        return Autoplan(self._levers.scene, self._levers.applier, self.model, self.optimizer, self.device, effects_of(effects or Effect.ROUNDING))
+        return Autoplan(self._levers.scene, self._levers.applier, self.model, self.optimizer, self.device, effects_of(effects or Effect.PRECISION))
 
     def _coming(self, batches: int) -> int | None:
         """Steps that are to come at most, where that is known; each is made of so many batches."""

@@ -15,12 +15,12 @@ from flatout.plan.plan import Choice, Plan, spell
 from flatout.plan.records import Ratio
 from flatout.plan.words import Effect
 from flatout.trial.blocks import BLOCK_MS, FEWEST_ROUNDS, decided
-from flatout.tune.candidates import WORTH_COMBINING
 
 SHARE = 0.2  # of the steps that are to come
 MOST_STEPS = 600
 FEWEST_OF_A_BLOCK, MOST_OF_A_BLOCK = 2, 50
 SWITCHES = 2  # in A B B A; the step after each is not timed
+WORTH_A_LEVER = 1.01  # a smaller gain is not worth one
 PLAIN_STEPS = 3  # that tell how long a step is
 NEEDS_MEMORY = "a step ran out of memory with it"
 
@@ -135,5 +135,5 @@ def _contest(held: tuple[Choice, ...], choice: Choice, effect: Effect, block: in
         if decided(compare([rounds]), len(rounds) // 2):
             break
     ratio = compare([rounds])
-    kept = ratio.certain and ratio.median >= WORTH_COMBINING
+    kept = ratio.certain and ratio.median >= WORTH_A_LEVER
     return Tried(choice, effect, kept, "" if kept else "slower here" if ratio.high < 1.0 else "no gain that stands out from the noise", ratio), used

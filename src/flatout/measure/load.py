@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flatout.measure.clock import cpu_seconds as process_time
 from flatout.measure.clock import sleep
 
 SPARE = 0.9  # of the free memory may be used; the rest is for what grows
@@ -23,6 +25,44 @@ def busy_cores(watch_s: float = 0.5) -> float | None:
         return (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") / watch_s
     except (OSError, ValueError):
         return None
+
+
+@dataclass(frozen=True)
+class Busy:
+    """``cores`` that are busy just now, and the programs that use most of them: ``python (pid 123)``."""
+
+    cores: float
+    names: tuple[str, ...] = ()
+
+
+def busy_programs(watch_s: float = 0.25, most: int = 2) -> Busy | None:
+    """Who keeps the machine busy, seen over ``watch_s`` seconds; None where the kernel does not tell. This process does not count.
+
+    Time taken by other guests of the same host has no name here, and counts.
+    """
+    import psutil  # here: a program that is measured needs none
+
+    try:
+        before, used = _busy_ticks(), _cpu_seconds(psutil)
+        own = process_time()
+        sleep(watch_s)
+        cores = (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") / watch_s - (process_time() - own) / watch_s
+    except (OSError, ValueError):
+        return None
+    after = _cpu_seconds(psutil)
+    shares = {pid: (spent - used[pid][1], name) for pid, (name, spent) in after.items() if pid in used}
+    top = sorted(((share / watch_s, name, pid) for pid, (share, name) in shares.items()), reverse=True)[:most]
+    return Busy(max(0.0, cores), tuple(f"{name} (pid {pid})" for share, name, pid in top if share >= 0.2))
+
+
+def _cpu_seconds(psutil: Any) -> dict[int, tuple[str, float]]:
+    """Name and processor seconds of each process but this one."""
+    found = {}
+    for process in psutil.process_iter(["name", "cpu_times"]):
+        times = process.info["cpu_times"]
+        if times is not None and process.pid != os.getpid():
+            found[process.pid] = process.info["name"] or "?", times.user + times.system
+    return found
 
 
 def _busy_ticks() -> int:

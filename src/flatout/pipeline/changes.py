@@ -7,16 +7,20 @@ ones before every batch, large ones when an epoch begins.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset
+from torch.utils.data import Dataset
 
 SMALL = 2048  # entries of a list that are compared before every batch
 SMALL_BYTES = 2**16
 LARGEST_BYTES = 2**32  # of what is read through when an epoch begins
 DEEPEST = 6
+MOST_OBJECTS = 256
+MANY = 64  # what lies in longer lists is data
+LIBRARIES = ("torch", "torchvision", "numpy", "PIL", "albumentations", "kornia", "datasets", "pyarrow", "cv2", "builtins", "typing", "functools")
 
 
 class Parameters:
@@ -47,7 +51,7 @@ def _members(holder: Any) -> list[Any]:
 
 
 class Contents:
-    """The attributes of a data set and of those in it, and what lies in the lists, dictionaries, tensors and arrays that they hold."""
+    """The attributes of a data set and of the program's own objects in it, and what lies in the lists, dictionaries, tensors and arrays that they hold."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -99,16 +103,31 @@ class Contents:
         return octets[:whole].view(torch.int64).view(-1, 256).sum(1).tolist(), odd
 
 
-def _attributes_of(dataset: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """The dictionary of attributes of a data set, and of each data set in it."""
-    held = getattr(dataset, "__dict__", None)
-    if held is None or depth > DEEPEST:
-        return
-    yield held
-    for name, value in held.items():
-        for inner in value if isinstance(dataset, ConcatDataset) and name == "datasets" else (value,):
-            if isinstance(inner, Dataset):
-                yield from _attributes_of(inner, depth + 1)
+def _attributes_of(dataset: Any) -> Iterator[dict[str, Any]]:
+    """The attributes of a data set, and of the data sets and other objects of the program's own that it holds."""
+    seen: set[int] = set()
+    waiting = [(dataset, 0)]
+    while waiting and len(seen) < MOST_OBJECTS:
+        thing, depth = waiting.pop(0)
+        if id(thing) in seen or depth > DEEPEST:
+            continue
+        seen.add(id(thing))
+        if type(thing) in (list, tuple):
+            waiting += [(part, depth + 1) for part in thing[:MANY]]
+        elif isinstance(thing, FunctionType):
+            waiting += [(cell.cell_contents, depth + 1) for cell in thing.__closure__ or () if _is_filled(cell)]
+        elif depth == 0 or isinstance(thing, Dataset) or type(thing).__module__.partition(".")[0] not in LIBRARIES:
+            held = getattr(thing, "__dict__", None)
+            if held is not None and not isinstance(thing, (type, ModuleType)):
+                yield held
+                waiting += [(value, depth + 1) for value in list(held.values())]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def _held_by(dataset: Any) -> Iterator[Any]:

@@ -1,94 +1,97 @@
-"""The last stretch of a batch: the operations on all of its images together, and torch's own collation around them."""
+"""The last stretch of deferred images: the operations on all that came the same way, and what stays with the single image behind them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils.data import default_collate
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from flatout.pipeline.chain import Leaf
-from flatout.pipeline.draws import Words
-from flatout.pipeline.lowering import Lowered, form_of, shape_of, stack
-from flatout.pipeline.operation import Shape, Unknown
-from flatout.pipeline.store import Cell, Store
+from flatout.pipeline.intercept import recording
+from flatout.pipeline.journal import Draws, numbers_of
+from flatout.pipeline.lowering import Lowered, stack
+from flatout.pipeline.operation import Form, Shape, Unknown
+from flatout.pipeline.pipelines import Pipeline
 from flatout.pipeline.streams import same_states, states
-from flatout.pipeline.ways import Way
 
 
-def collated(ways: Sequence[Way], samples: Sequence[Any]) -> Any:
-    """The batch of these samples, whose images may be left to be finished."""
-    return collate(list(samples), collate_fn_map={Leaf: partial(_leaves, ways), **default_collate_fn_map})
+class Work:
+    """One image on which operations are left to do.
+
+    ``pixels`` are a tensor, an array, or the bytes of a PIL image; ``shape`` is theirs, ``out`` that of the result.
+    """
+
+    __slots__ = ("certain", "draws", "form", "out", "pipeline", "pixels", "recorder", "shape", "turn", "used")
+
+    def __init__(self, recorder: Any, pipeline: Pipeline, pixels: Any, shape: Shape, out: Shape, draws: tuple[Draws, ...], turn: int = 0) -> None:
+        lowered = _lowered(pipeline)
+        self.recorder = recorder
+        self.pipeline = pipeline
+        self.pixels = pixels
+        self.shape = shape
+        self.out = out
+        self.draws = draws
+        self.turn = turn  # which call of its sample it was
+        self.form: Form = lowered.exit
+        self.certain = not lowered.tail
+        self.used = False  # whether it came into a batch, or was looked at
 
 
-def _leaves(ways: Sequence[Way], leaves: Sequence[Leaf], *, collate_fn_map: Any = None) -> Any:
-    """Images of one pipeline and shape together; numbers that were not drawn with the image are drawn in the images' order."""
-    first = ways[leaves[0].place].lowered
-    if first is None:
-        return default_collate([leaf.image for leaf in leaves])
+def batch_of(works: Sequence[Work]) -> Tensor | None:
+    """The images [B, C, H, W] of works of one pipeline and shape, in their order; None where there are several, or steps left for each."""
+    first = works[0]
+    if _lowered(first.pipeline).tail or any(work.pipeline is not first.pipeline or work.shape != first.shape for work in works):
+        return None
+    return _run(works)
+
+
+def rows_of(works: Sequence[Work]) -> list[Any]:
+    """The images [C, H, W] one by one, in the order of the works. They may lie in one batch."""
     groups: dict[tuple[int, Shape], list[int]] = {}
-    for at, leaf in enumerate(leaves):
-        if form_of(leaf.image) != _lowered(ways, leaf.place).entry:
-            raise Unknown("an image is of another kind than those that its pipeline was read with")
-        groups.setdefault((leaf.place, shape_of(leaf.image)), []).append(at)
-    if len(groups) == 1 and leaves[0].numbers is None:
-        images = stack([leaf.image for leaf in leaves])
-        return _finished(first, images, first.draw(Shape(*images.shape[1:]), len(images)))
-    if leaves[0].numbers is None:
-        with Words() as words:
-            for leaf in leaves:
-                leaf.numbers = _lowered(ways, leaf.place).row(shape_of(leaf.image), words)
-    rows: list[Any] = [None] * len(leaves)
-    for (place, shape), mine in groups.items():
-        lowered = _lowered(ways, place)
-        images = stack([leaves[at].image for at in mine])
-        numbers = lowered.together([leaves[at].numbers or [] for at in mine], shape)
-        for at, row in zip(mine, _finished(lowered, images, numbers), strict=True):
+    for at, work in enumerate(works):
+        groups.setdefault((work.pipeline.number, work.shape), []).append(at)
+    rows: list[Any] = [None] * len(works)
+    for mine in groups.values():
+        group = [works[at] for at in mine]
+        for at, row in zip(mine, after(_lowered(group[0].pipeline), _run(group)), strict=True):
             rows[at] = row
-    return default_collate(rows)
+    return rows
 
 
-def _lowered(ways: Sequence[Way], place: int) -> Lowered:
-    found = ways[place].lowered
-    if found is None:
-        raise LookupError(f"pipeline {place} was not lowered")
-    return found
+def _run(works: Sequence[Work]) -> Tensor:
+    numbers = [each for part in zip(*(work.draws for work in works), strict=True) for each in numbers_of(part)]
+    return _lowered(works[0].pipeline).run(stack([work.pixels for work in works], works[0].shape), numbers)
 
 
-def as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def gathered(ways: Sequence[Way], store: Store, rows: Tensor, to_host: Callable[[Tensor], Tensor] = as_it_is) -> Any:
-    """The batch of kept samples with which nothing is left to do one by one. ``to_host`` takes what was made where the store is."""
-    columns = store.gather(rows)
-
-    def finish(cells: Sequence[Cell], *, collate_fn_map: Any = None) -> Tensor:
-        cell, column = cells[0], columns[cells[0].column]
-        lowered = ways[cell.place].lowered if cell.place is not None else None
-        if lowered is None:
-            return to_host(column)
-        images = column if cell.kind != "array" else column.unsqueeze(1) if column.dim() == 3 else column.permute(0, 3, 1, 2)
-        numbers = lowered.draw(Shape(*images.shape[1:]), len(images))
-        batch = lowered.run(images, numbers)
-        return to_host(batch) if not lowered.tail else _after(lowered, batch.cpu())
-
-    return collate([store.template], collate_fn_map={Cell: finish, **default_collate_fn_map})
-
-
-def _finished(lowered: Lowered, images: Tensor, numbers: Sequence[Any]) -> Any:
-    batch = lowered.run(images, numbers)
-    return _after(lowered, batch) if lowered.tail else batch
-
-
-def _after(lowered: Lowered, batch: Tensor) -> Any:
-    """What stays with the single sample, behind the operations."""
-    rows, before = list(batch.unbind()), states()
-    for step in lowered.tail:
-        rows = [step(row) for row in rows]
+def after(lowered: Lowered, batch: Tensor) -> list[Any]:
+    """The rows of a batch, with what stays with the single image behind the operations."""
+    rows: list[Any] = list(batch.unbind())
+    if not lowered.tail:
+        return rows
+    before = states()
+    with recording(None):
+        for step in lowered.tail:
+            rows = [step(row) for row in rows]
     if not same_states(before, states()):
         raise Unknown("a transform behind what was done to the batch draws random numbers")
-    return default_collate(rows)
+    return rows
+
+
+def _lowered(pipeline: Pipeline) -> Lowered:
+    if pipeline.lowered is None:
+        raise LookupError(f"the steps of {pipeline.name} stay with the single image")
+    return pipeline.lowered
+
+
+def finished(work: Work, row: Tensor) -> Any:
+    """The image as the program would have had it, in memory of its own. Raises Unknown where it is no tensor."""
+    if work.form.kind == "pil":
+        from PIL import Image
+
+        pixels = row[0] if len(row) == 1 and work.form.mode == "L" else row.permute(1, 2, 0)
+        return Image.fromarray(pixels.contiguous().numpy())
+    if not isinstance(row, Tensor):
+        raise Unknown(f"a transform of {work.pipeline.name} now returns a {type(row).__name__}")
+    plain = row.as_subclass(Tensor)
+    return plain.permute(1, 2, 0).clone(memory_format=torch.contiguous_format).permute(2, 0, 1) if work.pipeline.permuted else plain.clone()

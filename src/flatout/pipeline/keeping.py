@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,9 @@ from flatout.pipeline.changes import Contents
 from flatout.pipeline.operation import Unknown
 from flatout.pipeline.store import Store
 from flatout.pipeline.streams import same_states, states
-from flatout.pipeline.ways import spread
+
+if TYPE_CHECKING:
+    from flatout.pipeline.handed_on import HandedOn
 
 PROVED = 8  # samples that are fetched twice before any is kept
 
@@ -31,21 +33,22 @@ class Keep:
     memory: Memory
     ahead: bool = False
     folder: str | None = None
+    handed_on: HandedOn | None = None  # where the programs of a search hand on what they have kept ahead
 
 
-def proved_store(copy: Any, looked_at: Any, keep: Keep, shared: bool, own: Sequence[Any]) -> Store:
+def proved_store(copy: Any, fetched: Callable[[int], Any], keep: Keep, shared: bool, own: Sequence[Any]) -> Store:
     """A store with the samples that proved that they are the same each time they are fetched. Raises Unknown where they are not.
 
-    ``copy`` is a data set that may be looked at, ``looked_at`` it or its twin, ``own`` its random generators.
+    ``copy`` is a data set that may be looked at, ``fetched`` a sample of it as it would be kept, ``own`` its random generators.
     """
     length, before = len(copy), states(own)
-    samples = {index: looked_at[index] for index in spread(length, PROVED)}
+    samples = {index: fetched(index) for index in spread(length, PROVED)}
     store = Store(next(iter(samples.values())), length, keep.memory.left_bytes, shared, keep.folder)
     if store.rows < min(length, PROVED):
         raise Unknown(f"a sample takes {store.row_bytes} bytes, and hardly any fits into the {keep.memory.left_bytes} that are left")
-    contents, attributes = Contents(copy), dict(getattr(looked_at, "__dict__", {}))
+    contents, attributes = Contents(copy), dict(getattr(copy, "__dict__", {}))
     for index, sample in samples.items():
-        again = looked_at[index]
+        again = fetched(index)
         if not same_states(before, states(own)):
             raise Unknown("fetching a sample draws random numbers")
         torch.rand(1)  # another state of the generators each time
@@ -54,8 +57,13 @@ def proved_store(copy: Any, looked_at: Any, keep: Keep, shared: bool, own: Seque
             store.put([index], [sample])
             if not store.holds(index, again):
                 raise Unknown("a sample is not the same each time it is fetched")
-    now = getattr(looked_at, "__dict__", {})
+    now = getattr(copy, "__dict__", {})
     if contents.changed() or now.keys() != attributes.keys() or any(now[name] is not value for name, value in attributes.items()):
         raise Unknown("the data set changes each time a sample is fetched")
     keep.memory.left_bytes -= store.bytes
     return store
+
+
+def spread(length: int, count: int) -> list[int]:
+    """Indices from all over a data set, the first and the last among them."""
+    return sorted({at * (length - 1) // max(1, count - 1) for at in range(count)}) if length else []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+DEEPEST = 8
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -17,23 +20,50 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
 
 
-def different(plain: Any, other: Any, apart: float) -> str:
-    """Why two batches are not the same; nothing where they are, or where no value is farther away than allowed."""
+def different(plain: Any, other: Any, apart: float, layout: bool = True, depth: int = 0) -> str:
+    """Why two batches are not the same; nothing where they are, or where no value is farther away than ``apart``.
+
+    ``layout``: strides count as well.
+    """
     if type(plain) is not type(other):
         return f"it would give a {type(other).__name__} in place of a {type(plain).__name__}"
     if isinstance(plain, Tensor):
-        if plain.dtype != other.dtype or plain.shape != other.shape or plain.stride() != other.stride():
-            return f"a tensor would be {other.dtype} {tuple(other.shape)} and not {plain.dtype} {tuple(plain.shape)}"
-        if same_bits(plain, other):
-            return ""
-        farthest = float((plain.double() - other.double()).abs().max()) if apart else float("inf")
-        return "" if farthest <= apart * 1.001 else "its values differ from those of the transforms one by one"
-    if isinstance(plain, dict):
-        if plain.keys() != other.keys():
+        return _different_tensors(plain.as_subclass(Tensor), other.as_subclass(Tensor), apart, layout)
+    if plain is other or depth > DEEPEST:
+        return "" if plain is other else "it is nested too deeply"
+    if isinstance(plain, Mapping):
+        if list(plain) != list(other):
             return "it has other keys"
-        return next((why for key in plain if (why := different(plain[key], other[key], apart))), "")
+        return next((why for key in plain if (why := different(plain[key], other[key], apart, layout, depth + 1))), "")
     if isinstance(plain, (list, tuple)):
         if len(plain) != len(other):
             return "it has another length"
-        return next((why for a, b in zip(plain, other, strict=True) if (why := different(a, b, apart))), "")
-    return "" if plain == other else "its values differ"
+        return next((why for a, b in zip(plain, other, strict=True) if (why := different(a, b, apart, layout, depth + 1))), "")
+    if hasattr(plain, "getbands"):
+        same = (plain.mode, plain.size) == (other.mode, other.size) and plain.tobytes() == other.tobytes()
+        return "" if same else "its images differ"
+    if type(plain).__module__ == "numpy" and hasattr(plain, "tobytes"):
+        same = (plain.dtype, plain.shape) == (other.dtype, other.shape) and not plain.dtype.hasobject and plain.tobytes() == other.tobytes()
+        return "" if same else "its values differ"
+    if _is_equal(plain, other):
+        return ""
+    held = getattr(plain, "__dict__", None)
+    if held and type(plain).__eq__ is object.__eq__:  # an object of the program's own, made once for each batch
+        return different(held, vars(other), apart, layout, depth + 1)
+    return "its values differ"
+
+
+def _different_tensors(plain: Tensor, other: Tensor, apart: float, layout: bool) -> str:
+    if plain.dtype != other.dtype or plain.shape != other.shape or (layout and plain.stride() != other.stride()):
+        return f"a tensor would be {other.dtype} {tuple(other.shape)} and not {plain.dtype} {tuple(plain.shape)}"
+    if same_bits(plain, other):
+        return ""
+    farthest = float((plain.double() - other.double()).abs().max()) if apart else float("inf")
+    return "" if farthest <= apart * 1.001 else "its values differ from those of the transforms one by one"
+
+
+def _is_equal(plain: Any, other: Any) -> bool:
+    try:
+        return bool(plain == other)
+    except Exception:  # parts that cannot be compared
+        return False

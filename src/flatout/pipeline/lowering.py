@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flatout.pipeline import affine, choose, color, erase, readers, resample, tone
 from flatout.pipeline.draws import Numbers, Words, columns, understood
-from flatout.pipeline.operation import Form, Operation, Shape, Unknown
+from flatout.pipeline.operation import Form, Operation, Shape, Unknown, listed_draws, row_of, rows_together
 from flatout.pipeline.operations import joined
 from flatout.pipeline.streams import same_states, states
 
@@ -27,13 +27,17 @@ LARGE = Shape(3, 2**14, 2**14)  # whatever draws only where there is room draws 
 
 @dataclass(frozen=True)
 class Lowered:
-    """``start`` transforms stay before the operations, those from ``end`` on stay behind them."""
+    """``start`` transforms stay before the operations, those from ``end`` on stay behind them.
+
+    ``entry`` is the form of images that enter the operations, ``exit`` of those that leave them.
+    """
 
     steps: tuple[Any, ...]
     start: int
     end: int
     operations: tuple[Operation, ...]
     entry: Form
+    exit: Form
     reasons: tuple[str, ...] = ()
 
     @property
@@ -59,32 +63,20 @@ class Lowered:
 
     def row(self, shape: Shape, words: Numbers) -> list[Any]:
         """The numbers of one image, an entry for each operation."""
-        found: list[Any] = []
-        for operation in self.operations:
-            found.append(operation.drawn(shape, words))
-            shape = operation.shape(shape)
-        return found
+        return row_of(self.operations, shape, words)
 
     def draw(self, shape: Shape, rows: int, generator: torch.Generator | None = None) -> list[Sequence[Any]]:
         """The numbers of a batch in the order in which images one by one would have drawn them."""
-        listed, at = [], shape
-        for operation in self.operations:
-            listed.append(operation.draws(at))
-            at = operation.shape(at)
-        if any(kinds is None for kinds in listed):
+        listed = listed_draws(self.operations, shape)
+        if listed is None:
             with Words(generator) as words:
                 return self.together([self.row(shape, words) for _ in range(rows)], shape)
-        kinds = [kind for each in listed for kind in each or ()]
-        drawn = iter(columns(kinds, rows, generator))
-        return [[next(drawn) for _ in each or ()] for each in listed]
+        drawn = iter(columns([kind for each in listed for kind in each], rows, generator))
+        return [[next(drawn) for _ in each] for each in listed]
 
     def together(self, rows: Sequence[list[Any]], shape: Shape) -> list[Sequence[Any]]:
-        """Rows of numbers as the operations want them: columns, but for those whose count is not known before."""
-        found: list[Sequence[Any]] = []
-        for at, operation in enumerate(self.operations):
-            found.append(operation.together(shape, [row[at] for row in rows]))
-            shape = operation.shape(shape)
-        return found
+        """Rows of numbers as `run` expects them."""
+        return rows_together(self.operations, rows, shape)
 
     def run(self, images: Tensor, numbers: Sequence[Sequence[Any]]) -> Tensor:
         """images [B, C, H, W]; the answer is contiguous."""
@@ -133,9 +125,10 @@ def read(transform: Any, form: Form) -> Sequence[Operation]:
 READERS = {**readers.READERS, **color.READERS, **tone.READERS, **resample.READERS, **affine.READERS, **erase.READERS, **choose.readers(read)}
 
 
-def lower(transform: Any, images: Sequence[Any], light: bool = False) -> Lowered:
+def lower(transform: Any, images: Sequence[Any], light: bool = False, unfinished: bool = False) -> Lowered:
     """Read a pipeline with the help of a few images that enter it; ``light`` leaves heavy transforms with the single image.
 
+    ``unfinished``: another call of a transform follows, so its last step may also leave PIL images.
     Moves random generators. Raises Unknown with the reason where nothing can be done to a batch.
     """
     if not understood():
@@ -156,18 +149,53 @@ def lower(transform: Any, images: Sequence[Any], light: bool = False) -> Lowered
         if form.kind == "tensor" and any(getattr(step, "inplace", False) for step in steps[start:]):
             reasons["its transforms may change the images of the data set in place"] = None
             continue
-        found = _run_from(steps, start, form, light, reasons)
+        found = _run_from(steps, start, form, light, reasons, unfinished)
         if found is not None and any(drawing[found.end:]):  # an image would draw for it only after all images have drawn for the run
             reasons[f"{type(steps[drawing.index(True, found.end)]).__name__} draws random numbers, and comes behind what could be done to a batch"] = None
             continue
         if found is not None and (best is None or found.end - found.start >= best.end - best.start) and not (best and found.end == best.end):
             best = found
     if best is None:
-        raise Unknown(next(reversed(reasons), "its images differ in size, or are none"))
+        raise Unknown(next(reversed(reasons), "its images differ in size or kind, or are of none that is known"))
     return best
 
 
-def _run_from(steps: Sequence[Any], start: int, entry: Form, light: bool, reasons: dict[str, None]) -> Lowered | None:
+def extended(before: Lowered, transform: Any, light: bool = False) -> Lowered:
+    """The same with the transform of another call behind it. What cannot be done to a batch joins the steps behind the operations.
+
+    Raises Unknown where these could not be given a single image.
+    """
+    steps, form, operations = flat(transform), before.exit, list(before.operations)
+    reasons: dict[str, None] = dict.fromkeys(before.reasons)
+    end = len(before.steps)
+    if before.tail:
+        return Lowered((*before.steps, *steps), before.start, before.end, before.operations, before.entry, form, before.reasons)
+    for step in steps:
+        try:
+            more = read(step, form)
+        except Unknown as why:
+            reasons[str(why)] = None
+            break
+        if light and any(operation.heavy for operation in more):
+            reasons[_left(step)] = None
+            break
+        operations += more
+        for operation in more:
+            form = operation.form(form)
+        end += 1
+    every = (*before.steps, *steps)
+    if end < len(every) and (form.kind != "tensor" or form.tv):
+        raise Unknown(next(reversed(reasons)))
+    # What the calls before have drawn belongs to their operations, so these stay apart from the new ones.
+    behind = joined(operations[len(before.operations):])
+    return Lowered(every, before.start, end, (*before.operations, *behind), before.entry, form, tuple(reasons))
+
+
+def _left(step: Any) -> str:
+    return f'{type(step).__name__} stays with the single image, as "light" says'
+
+
+def _run_from(steps: Sequence[Any], start: int, entry: Form, light: bool, reasons: dict[str, None], unfinished: bool = False) -> Lowered | None:
     """The longest run from here that ends in tensors: rows of a batch can be handed on to whatever comes behind."""
     form, operations, found = entry, [], None
     for at in range(start, len(steps)):
@@ -177,13 +205,14 @@ def _run_from(steps: Sequence[Any], start: int, entry: Form, light: bool, reason
             reasons[str(why)] = None
             break
         if light and any(operation.heavy for operation in more):
-            reasons[f"{type(steps[at]).__name__} was to stay with the single image"] = None
+            reasons[_left(steps[at])] = None
             break
         for operation in more:
             operations.append(operation)
             form = operation.form(form)
-        if form.kind == "tensor" and operations and not (form.tv and at + 1 < len(steps)):
-            found = Lowered(tuple(steps), start, at + 1, joined(operations), entry, tuple(reasons))
+        last = at + 1 == len(steps)
+        if operations and ((form.kind == "tensor" and (last or not form.tv)) or (unfinished and last)):
+            found = Lowered(tuple(steps), start, at + 1, joined(operations), entry, form, tuple(reasons))
     if found is None and not reasons:
         reasons["none of its transforms makes a tensor"] = None
     return found
@@ -247,14 +276,16 @@ def same_pixels(a: Any, b: Any) -> bool:
     return bool(a.tobytes() == b.tobytes()) if type(a).__name__ == "ndarray" else True
 
 
-def stack(images: Sequence[Any]) -> Tensor:
-    """Images of one known form and shape as [B, C, H, W], of any strides."""
+def stack(images: Sequence[Any], shape: Shape | None = None) -> Tensor:
+    """Images of one known form and shape as [B, C, H, W], of any strides. PIL images may be given as their bytes, with the shape."""
     first = images[0]
     if isinstance(first, Tensor):
         return torch.stack([image.as_subclass(Tensor) for image in images])
     if hasattr(first, "getbands"):  # a PIL image: its bytes at half the price of an array for each
-        pixels = torch.frombuffer(bytearray(b"".join([image.tobytes() for image in images])), dtype=torch.uint8)
-        return pixels.view(len(images), first.height, first.width, len(first.getbands())).permute(0, 3, 1, 2)
+        images, shape = [image.tobytes() for image in images], shape_of(first)
+    if shape is not None and isinstance(images[0], bytes):
+        pixels = torch.frombuffer(bytearray(b"".join(images)), dtype=torch.uint8)
+        return pixels.view(len(images), shape.height, shape.width, shape.channels).permute(0, 3, 1, 2)
     import numpy
 
     arrays = torch.from_numpy(numpy.stack(images))

@@ -60,7 +60,7 @@ class Operation:
         return self.row(shape, words) if kinds is None else tuple(words.draw(kind) for kind in kinds)
 
     def together(self, shape: Shape, rows: Sequence[Any]) -> Sequence[Any]:
-        """What `drawn` answered for each image, as a call wants it: columns where the draws are listed."""
+        """What `drawn` answered for each image, as a call expects it: columns where the draws are listed."""
         kinds = self.draws(shape)
         if kinds is None:
             return rows
@@ -77,6 +77,43 @@ class Operation:
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
         """images [B, C, H, W] of any strides; never changed in place. The answer may share memory, with them or in itself."""
         raise NotImplementedError
+
+
+def shape_after(operations: Sequence[Operation], shape: Shape) -> Shape:
+    """Of what the operations make of an image of this shape. Raises ValueError where torchvision would reject the image."""
+    for operation in operations:
+        shape = operation.shape(shape)
+    return shape
+
+
+def listed_draws(operations: Sequence[Operation], shape: Shape) -> list[tuple[Draw, ...]] | None:
+    """The draws of each operation for an image of this shape; None where their count depends on what is drawn."""
+    found = []
+    for operation in operations:
+        draws = operation.draws(shape)
+        if draws is None:
+            return None
+        found.append(draws)
+        shape = operation.shape(shape)
+    return found
+
+
+def row_of(operations: Sequence[Operation], shape: Shape, words: Numbers) -> list[Any]:
+    """The numbers of one image, an entry for each operation."""
+    found: list[Any] = []
+    for operation in operations:
+        found.append(operation.drawn(shape, words))
+        shape = operation.shape(shape)
+    return found
+
+
+def rows_together(operations: Sequence[Operation], rows: Sequence[list[Any]], shape: Shape) -> list[Sequence[Any]]:
+    """Rows of numbers as the operations expect them: columns, but for those whose count is not known before."""
+    found: list[Sequence[Any]] = []
+    for at, operation in enumerate(operations):
+        found.append(operation.together(shape, [row[at] for row in rows]))
+        shape = operation.shape(shape)
+    return found
 
 
 Reader = Callable[[Any, Form], "Operation | Sequence[Operation]"]

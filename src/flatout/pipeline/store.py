@@ -14,13 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.pipeline.chain import Leaf
 from flatout.pipeline.likeness import same_bits
 from flatout.pipeline.lowering import form_of, stack
 from flatout.pipeline.operation import Unknown
 
 DEEPEST = 6
 SCALARS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Part of a sample that must be the same in all of them, and takes no column."""
+
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,6 @@ class Cell:
     dtype: torch.dtype
     shape: tuple[int, ...]
     detail: Any = None  # the type of a number, the mode of a PIL image
-    place: int | None = None  # of an image on which work is left to do
 
     @property
     def row_bytes(self) -> int:
@@ -43,13 +48,14 @@ def template_of(sample: Any) -> tuple[Any, list[Cell]]:
     """The sample with its values replaced by cells. Raises Unknown where it holds something that cannot be kept exactly."""
     cells: list[Cell] = []
 
-    def cell(value: Any) -> Cell:
-        place, image = (value.place, value.image) if isinstance(value, Leaf) else (None, value)
-        kind, tensor, detail = encoded(image)
-        cells.append(Cell(len(cells), kind, tensor.dtype, tuple(tensor.shape), detail, place))
+    def cell(value: Any) -> Any:
+        if isinstance(value, Constant):
+            return value
+        kind, tensor, detail = encoded(value)
+        cells.append(Cell(len(cells), kind, tensor.dtype, tuple(tensor.shape), detail))
         return cells[-1]
 
-    return _map(sample, cell), cells
+    return mapped(sample, cell), cells
 
 
 def encoded(value: Any) -> tuple[str, Tensor, Any]:
@@ -79,22 +85,22 @@ def encoded(value: Any) -> tuple[str, Tensor, Any]:
     raise Unknown(f"a sample holds a {name}")
 
 
-def _map(thing: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
+def mapped(thing: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
     """The same structure of tuples, lists and dictionaries, with its values changed."""
     if depth > DEEPEST:
         raise Unknown("a sample is nested too deeply")
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
-        return type(thing)(*(_map(part, change, depth + 1) for part in thing))
+        return type(thing)(*(mapped(part, change, depth + 1) for part in thing))
     if type(thing) in (tuple, list):
-        return type(thing)(_map(part, change, depth + 1) for part in thing)
+        return type(thing)(mapped(part, change, depth + 1) for part in thing)
     if type(thing) is dict:
-        return {key: _map(part, change, depth + 1) for key, part in thing.items()}
+        return {key: mapped(part, change, depth + 1) for key, part in thing.items()}
     return change(thing)
 
 
 def values_of(sample: Any) -> list[Any]:
     found: list[Any] = []
-    _map(sample, found.append)
+    mapped(sample, found.append)
     return found
 
 
@@ -102,10 +108,13 @@ def _match(template: Any, sample: Any, values: list[Any]) -> None:
     """Append the values of a sample that has the template's structure. Raises Unknown where it has another."""
     kind = type(template)
     if kind is Cell:
-        place = sample.place if isinstance(sample, Leaf) else None
-        if place != template.place:
+        if isinstance(sample, Constant):
             raise Unknown("samples come through different pipelines")
-        values.append(sample.image if place is not None else sample)
+        values.append(sample)
+        return
+    if isinstance(template, Constant):
+        if sample != template:
+            raise Unknown("samples come through different pipelines")
         return
     if type(sample) is not kind or len(sample) != len(template) or (kind is dict and sample.keys() != template.keys()):
         raise Unknown("samples are not alike")
@@ -206,7 +215,7 @@ class Store:
         gathered = self.gather(indices)
 
         def made(row: int) -> Any:
-            return _map(self.template, lambda cell: self._decode(cell, gathered[cell.column][row]))
+            return mapped(self.template, lambda cell: self._decode(cell, gathered[cell.column][row]) if type(cell) is Cell else cell)
 
         return [made(row) for row in range(len(indices))]
 
@@ -223,4 +232,4 @@ class Store:
             from PIL import Image
 
             value = Image.fromarray(row[0].numpy() if len(row) == 1 else row.permute(1, 2, 0).contiguous().numpy())
-        return value if cell.place is None else Leaf(value, cell.place)
+        return value

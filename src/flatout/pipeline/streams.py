@@ -78,7 +78,7 @@ def own_generators(thing: Any) -> list[Any]:
                 look(part, depth + 1)
         elif hasattr(value, "__func__"):
             look(value.__func__, depth)
-            look(value.__self__, depth + 1)
+            look(getattr(value, "__self__", None), depth + 1)  # a classmethod that is not bound yet has none
         elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.Tensor)) and type(value).__module__ != "builtins":
             for part in list(vars(value).values()):
                 look(part, depth + 1)
@@ -178,9 +178,14 @@ def seeds_itself(loader: Any) -> bool:
 def has_own_order(sampler: Any, batch_sampler: Any) -> bool:
     """Whether an order of samples comes from the script's own code, or is drawn little by little from a generator of the script's:
     what is drawn meanwhile may depend on it, or it on what was trained."""
+    return bool(own_order(sampler, batch_sampler))
+
+
+def own_order(sampler: Any, batch_sampler: Any) -> str:
+    """The class of the sampler that such an order comes from; empty where it is plain."""
     plain = (type(None), list, tuple, range)
-    return any((type(each) not in plain and not type(each).__module__.startswith("torch.utils.data.")) or _draws_as_it_goes(each)
-               for each in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)))
+    return next((type(each).__name__ for each in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+                 if (type(each) not in plain and not type(each).__module__.startswith("torch.utils.data.")) or _draws_as_it_goes(each)), "")
 
 
 def _draws_as_it_goes(sampler: Any) -> bool:

@@ -6,6 +6,7 @@
         report.html
         profile.json           what `flatout profile` saw, and profile.html
         trials/<n>/            one measured run: spec.json, result.json, stdout.log, stderr.log, saved/
+        trials/handed_on/      samples that the programs of a search hand on, while it lasts
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from flatout.plan.errors import StorageError
 from flatout.plan.trust import distrusted
 
 MOST_BYTES = 1 << 26  # of a record; the largest that was seen had 3 MB
+HANDED_ON = "handed_on"
 MOST_VALUES = 1 << 21  # of 100 bytes each, the largest that a value of three characters can be
 
 
@@ -128,6 +130,11 @@ class JobFolder:
     def trials(self) -> Path:
         return self.path / "trials"
 
+    @property
+    def handed_on(self) -> Path:
+        """The `TrialFolder.handed_on` of its trials."""
+        return self.trials / HANDED_ON
+
     def new_trial(self) -> TrialFolder:
         """The next free number. Made with ``mkdir``, so that two sessions never share one."""
         number = 1 + max((int(p.name) for p in self.trials.glob("*") if p.name.isdigit()), default=0)
@@ -176,6 +183,11 @@ class TrialFolder:
     def of_rank(self, rank: int) -> Path:
         """What a rank that is not measured has heard."""
         return self.path / f"rank{rank}.json"
+
+    @property
+    def handed_on(self) -> Path:
+        """Where the programs of one search hand on the samples that they have kept; there while the search lasts."""
+        return self.path.parent / HANDED_ON
 
     @property
     def claim(self) -> Path:

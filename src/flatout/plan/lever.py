@@ -53,6 +53,10 @@ def _anything(value: Value) -> None:
     pass
 
 
+def _float32(value: Value) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Lever:
     """One optimisation.
@@ -62,7 +66,8 @@ class Lever:
     the variables that the program must be started with. ``live`` levers can be switched between two steps.
     ``check(value)`` raises TypeError, with a sentence, for a value that is none, wherever the program is not needed to tell.
     ``saves_memory`` levers are slower on purpose: the search looks at them only where memory is limited. ``needs`` are levers without which
-    this one does nothing. ``known_bad(scene, value, ledger)`` is a broken variant that the guard must reject. ``code(value)`` are
+    this one does nothing. ``half(value)`` names what a PRECISION lever computes or sends in fewer bits, as it stands in the
+    verdict: "bfloat16 products". ``known_bad(scene, value, ledger)`` is a broken variant that the guard must reject. ``code(value)`` are
     the lines a person would write to have the lever without flatout.
     """
 
@@ -82,6 +87,7 @@ class Lever:
     needs: tuple[str, ...] = ()
     saves_memory: bool = False
     check: Callable[[Value], Any] = _anything
+    half: Callable[[Value], str] = _float32
     page: str = ""
 
     @property

@@ -327,9 +327,13 @@ class SessionRecord(Record):
     best: Side = field(default_factory=Side)
     speedup: Ratio | None = None
     noise_floor: Ratio | None = None
+    disturbance: str = ""  # what other programs did to the machine meanwhile, where it is worth saying
+    undecided: bool = False  # the plain program stays because time or a quiet machine was missing, not because nothing is faster
+    obstacle: str = ""  # what stands in the way of more, with the command that would help
     guard: GuardRecord = field(default_factory=lambda: GuardRecord("not checked", "nothing was chosen yet"))
     levers: list[LeverRecord] = field(default_factory=list)
     contests: list[Contest] = field(default_factory=list)
+    blocks: list[dict[str, Any]] = field(default_factory=list)  # every measured block: process, what was on, at_s, window of ticks, ms, host
     payback_steps: int | None = None
     memory_limit_bytes: int | None = None  # what was asked for
     frontier: list[Point] = field(default_factory=list)  # time against memory, in the order of measuring; the first is the point of comparison

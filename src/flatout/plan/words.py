@@ -20,7 +20,8 @@ class Effect(StrEnum):
     """What a lever may change, from nothing to the maths."""
 
     EXACT = "exact"  # every bit stays
-    ROUNDING = "rounding"  # the same maths, rounded otherwise
+    ROUNDING = "rounding"  # the same maths, with other rounding in the same number format
+    PRECISION = "precision"  # the same maths, multiplied or sent in half precision
     RESAMPLED = "resampled"  # the same distribution, other random draws
     CHANGES_MATH = "changes_math"  # only ever by name, never by the tuner
 

@@ -23,7 +23,8 @@ MAX_ROWS = 150  # of one table; the rest is in session.json
 
 EFFECTS = {
     "exact": "Every bit of the results stays.",
-    "rounding": "The same maths, rounded otherwise.",
+    "rounding": "The same maths, rounded otherwise in the same number format.",
+    "precision": "The same maths, multiplied or sent in half precision.",
     "resampled": "The same distribution, other random draws.",
     "changes_math": "Changes the maths.",
 }
@@ -75,7 +76,7 @@ def _context(session: SessionRecord) -> dict[str, Any]:
         "more_contests": max(0, len(session.contests) - MAX_ROWS),
         "effort": story.effort(session),
         "noise": story.noise(session),
-        "neighbours": story.neighbours(session),
+        "other_programs": story.other_programs(session),
         "effects": ", ".join(wording.one_line(effect, 40).replace("_", " ") for effect in session.effects),
         "facts": machine.facts(session),
         "version": wording.one_line(session.flatout, 40),

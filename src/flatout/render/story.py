@@ -123,7 +123,7 @@ def headline(session: SessionRecord) -> str:
         case Outcome.FASTER | Outcome.CHANGED:
             return fast[0].upper() + fast[1:]
         case _:
-            return "No faster Plan found: the program is best run as it is"
+            return "No verdict is possible now" if session.undecided else "No faster plan found: the program is best run as it is"
 
 
 def message(session: SessionRecord) -> str:
@@ -230,12 +230,11 @@ def levers_in_order(session: SessionRecord) -> list[LeverRecord]:
 
 
 def because(lever: LeverRecord) -> str:
-    """The recorded reason. An applied lever needs none: it belongs to the plan that was confirmed."""
+    """The recorded reason. An applied lever has a ratio instead: what it brings beside the rest of the plan."""
     if lever.reason or lever.status != Status.APPLIED:
         return one_line(lever.reason)
     low = drawable(lever.low)
-    alone = "" if low is None else "faster, and " if low > 1 else "within the noise when alone, and "
-    return f"{alone}part of the plan that was confirmed"
+    return "measured only as part of the plan" if low is None else "faster, beside the others" if low > 1 else "probably faster, beside the others"
 
 
 def predicted_and_measured(session: SessionRecord) -> list[tuple[str, str, str, str]]:
@@ -307,9 +306,9 @@ def next_step(session: SessionRecord) -> Next:
         case Outcome.FASTER | Outcome.FITS:
             return Next("Run the real job under this Plan:", f"flatout run {with_ranks}{command}")
         case Outcome.RUNNING:
-            return Next("Go on from where it is; what was measured is not measured again:", f"flatout tune {with_ranks}{command}")
+            return Next("Continue from here; what was measured is not measured again:", f"flatout tune {with_ranks}{command}")
         case Outcome.FAILED:
-            return Next("Mend what is said above, then tune again:", f"flatout tune {with_ranks}{command}")
+            return Next("Fix what is said above, then tune again:", f"flatout tune {with_ranks}{command}")
         case _:
             return Next("Run it as it is:", f"flatout run {with_ranks}{command}" if with_ranks else command)
 
@@ -326,15 +325,9 @@ def effort(session: SessionRecord) -> str:
     return text
 
 
-QUIET_CORES = 0.25
-
-
-def neighbours(session: SessionRecord) -> str:
-    """A sentence where other programs were at work before the tuning began, else nothing."""
-    busy, cores = drawable(session.machine.get("busy_cores_before")), drawable(session.machine.get("cores"))
-    if busy is None or busy < QUIET_CORES or not cores:
-        return ""
-    return f"other programs kept {busy:.1f} of {several(cores, 'core')} busy as the tuning began; on a quiet machine another plan may be the fastest"
+def other_programs(session: SessionRecord) -> str:
+    """A sentence where other programs were at work meanwhile, else nothing."""
+    return f"{one_line(session.disturbance)}; on a quiet machine another plan may be the fastest" if session.disturbance else ""
 
 
 def noise(session: SessionRecord) -> str:

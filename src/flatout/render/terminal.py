@@ -42,10 +42,12 @@ def session_tables(session: SessionRecord) -> RenderableType:
     lines += section(_predictions(session))
     lines += section(pairs([(each.plan, text(story.named_sentence(each))) for each in session.named]) if session.named else None)
     closing = [("guard", story.guard_sentence(session.guard)), ("pays back", story.payback_sentence(session)), ("tried", story.effort(session))]
-    if story.neighbours(session):
-        closing.append(("neighbours", story.neighbours(session)))
+    if session.speedup is not None and session.obstacle:
+        closing.append(("more", text(session.obstacle).plain))
+    if story.other_programs(session):
+        closing.append(("other programs", story.other_programs(session)))
     if story.noise(session):
-        closing.append(("noise floor", f"{story.noise(session)}, the plain program against itself"))
+        closing.append(("noise floor", f"{story.noise(session)}: so far may two processes of the plain program be apart"))
     lines += section(pairs([(name, text(words)) for name, words in closing if words]))
     following = story.next_step(session)
     if following.command:

@@ -49,11 +49,17 @@ def why_not(torch: Any, block: Any) -> str:
     if any(isinstance(part, torch.jit.ScriptModule) for part in block.modules()):
         return "it is a compiled script (torch.jit)"
     for part in block.modules():
-        if part is not block and any((part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)):
+        if part is not block and any(map(_is_scripts, (*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *part._backward_hooks.values(),
+                                                       *part._backward_pre_hooks.values()))):
             return f"the script has put a hook on a {type(part).__name__} inside it, which would be called twice"
         if type(part).__name__ == "SyncBatchNorm":
             return "its SyncBatchNorm would talk to the other ranks twice"
     return ""
+
+
+def _is_scripts(hook: Any) -> bool:
+    """Modules that the script also calls by themselves have hooks of flatout's."""
+    return not type(getattr(hook, "__self__", None)).__module__.startswith("flatout.")
 
 
 class Block:

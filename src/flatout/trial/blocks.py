@@ -39,6 +39,8 @@ class Watcher:
     """What a person in front of a search or a profile sees. Every method does nothing."""
 
     def stage(self, name: str, detail: str = "") -> None: ...
+    def until(self, end_s: float) -> None: ...
+    def expect(self, sentence: str) -> None: ...
     def contest(self, plan: str, ratio: Ratio | None, note: str = "") -> None: ...
 
 
@@ -54,6 +56,7 @@ class Blocks:
         self.tick_ms = 1.0
         self.unit = "step"
         self.prefetched_ticks = 0
+        self.longest_ticks = MOST_TICKS  # of one block: fewer where the program ends soon
         self.settle_ticks = 1  # after a switch, until the program goes as it will
 
     @property
@@ -62,7 +65,12 @@ class Blocks:
         ticks = round(BLOCK_MS / max(self.tick_ms, 1e-3))
         if self.tick_ms < 500:
             ticks = max(ticks, 2 * self.prefetched_ticks)
-        return max(1, min(MOST_TICKS, ticks))
+        return max(1, min(self.longest_ticks, ticks))
+
+    @property
+    def window_ticks(self) -> int:
+        """A block and what comes before it, so that programs of one seed stay at the same tick: an epoch's end falls into the same window of each."""
+        return self.block_ticks + (self.settle_ticks if self.tick_ms < SLOW_TICK_MS else 0)
 
     @property
     def block_s(self) -> float:
@@ -78,13 +86,17 @@ class Blocks:
         A program that has not come to ``from_tick`` yet is brought there first. Sentences, episodes and graphs differ in
         length: programs with one seed do the same work at the same tick, and are not equal at different ones.
         """
-        behind = from_tick - trial.ticks_done
-        if 0 < behind * self.tick_ms / 1000 <= CATCHING_UP_S:
-            trial.go(behind, self.deadline(behind))
+        self.catch_up(trial, from_tick)
         ticks = self.block_ticks
         times = trial.go(ticks, self.deadline(ticks), LONGEST_BLOCK * max(ticks * self.tick_ms, BLOCK_MS) / 1000)
         skipped = min(max(1 if len(times) >= 4 else 0, self.prefetched_ticks), len(times) // 2)
         return block_ms(times[skipped:])
+
+    def catch_up(self, trial: Trial, to_tick: int) -> None:
+        """Run a program to a tick, where that takes no more than a few seconds."""
+        behind = to_tick - trial.ticks_done
+        if 0 < behind * self.tick_ms / 1000 <= CATCHING_UP_S:
+            trial.go(behind, self.deadline(behind))
 
     def run(self, trial: Trial, ticks: int) -> float:
         """Run some ticks without judging them; the seconds it took."""

@@ -25,6 +25,7 @@ from flatout.trial.channel import Channel, Hangup
 from flatout.trial.spec import ENTRY, TABLE, TrialSpec, levers
 
 POLL_S = 0.2
+NEVER_TRAINED = "it did not finish a training step"
 
 
 class ProgramGone(Exception):
@@ -44,6 +45,7 @@ class Trial:
         self.command, self.folder, self.plan, self.facts, self.seed, self.show, self.reseed = command, folder, plan, facts, seed, show, reseed
         self.table, self.shake, self.watch, self.entry, self.wishes = table, shake, watch, entry, dict(wishes or {})
         self.ready: dict[str, Any] = {}
+        self.training = False  # some process of it has finished its first backward pass
         self.attached = False  # some process of the program has imported torch
         self.started_s = 0.0
         self.ticks_done = 0  # since the program has started to train
@@ -82,9 +84,18 @@ class Trial:
 
     def wait_ready(self, deadline_s: float) -> dict[str, Any]:
         """Until the program has trained its first steps and is warm. Raises ProgramGone where it never comes to that."""
-        self.ready = self._receive(deadline_s, "it did not finish a training step")
-        self.ticks_done = self.ready["ticks"]
+        while not self.is_ready(deadline_s):
+            pass
         return self.ready
+
+    def is_ready(self, deadline_s: float, wait_s: float = POLL_S) -> bool:
+        """Wait up to ``wait_s`` for the program to be warm. Raises ProgramGone where it ends first, or is not warm by ``deadline_s``."""
+        message = self._look(deadline_s, NEVER_TRAINED, wait_s)
+        if message is None:
+            return False
+        self.ready = message
+        self.ticks_done = message["ticks"]
+        return True
 
     def ask(self, command: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         """Give the baton, wait for the answer, take the baton back."""
@@ -97,9 +108,14 @@ class Trial:
             raise ProgramGone(self._gone("")) from None
         return self._receive(deadline_s, f"it did not answer within the time ({command['do']})")
 
-    def hold(self) -> None:
+    def hold(self, look_again: bool = False) -> None:
         if self._program is not None:
-            self._program.stop()
+            self._program.stop(look_again)
+
+    def go_on(self) -> None:
+        """Let it run by itself: while it starts, or its compiler works."""
+        if self._program is not None:
+            self._program.go_on()
 
     def go(self, ticks: int, deadline_s: float, longest_s: float = 1e9) -> list[float]:
         """Milliseconds of each of ``ticks`` ticks (fewer, at least one, after ``longest_s``); the program is held before and after."""
@@ -151,34 +167,43 @@ class Trial:
     # -- listening --------------------------------------------------------------------------------------------------
 
     def _receive(self, deadline_s: float, late: str) -> dict[str, Any]:
-        assert self._program is not None
         while True:
+            message = self._look(deadline_s, late, POLL_S)
+            if message is not None:
+                return message
+
+    def _look(self, deadline_s: float, late: str, wait_s: float) -> dict[str, Any] | None:
+        """The next message, or None where none came within ``wait_s``. Raises ProgramGone, also once ``deadline_s`` has passed."""
+        assert self._program is not None
+        self._accept()
+        for channel in [self._main] if self._main else list(self._channels):
+            try:
+                message = channel.receive(wait_s if channel is self._main else 0.01)
+            except TimeoutError:
+                continue
+            except Hangup:
+                self._channels.remove(channel)
+                if channel is self._main:
+                    raise ProgramGone(self._gone(late)) from None
+                continue
+            if "training" in message:
+                self.training = True
+            elif "attached" not in message:
+                self._main = channel
+                return message
+        if self._program.exit_code is not None:
             self._accept()
-            for channel in [self._main] if self._main else list(self._channels):
-                try:
-                    message = channel.receive(POLL_S if channel is self._main else 0.01)
-                except TimeoutError:
-                    continue
-                except Hangup:
-                    self._channels.remove(channel)
-                    if channel is self._main:
-                        raise ProgramGone(self._gone(late)) from None
-                    continue
-                if "attached" not in message:
-                    self._main = channel
-                    return message
-            if self._program.exit_code is not None:
-                self._accept()
-                raise ProgramGone(self._gone(late))
-            if seconds() > deadline_s:
-                self._program.end(0.0)
-                raise ProgramGone(self._lost("hung", f"{late} within {seconds() - self.started_s:.0f} s and was ended"))
-            if not self._channels:
-                try:
-                    self._listener.settimeout(POLL_S)
-                    self._accept(blocking=True)
-                finally:
-                    self._listener.settimeout(0)
+            raise ProgramGone(self._gone(late))
+        if seconds() > deadline_s:
+            self._program.end(0.0)
+            raise ProgramGone(self._lost("hung", f"{late} within {seconds() - self.started_s:.0f} s and was ended"))
+        if not self._channels:
+            try:
+                self._listener.settimeout(wait_s)
+                self._accept(blocking=True)
+            finally:
+                self._listener.settimeout(0)
+        return None
 
     def _accept(self, blocking: bool = False) -> None:
         while True:

@@ -18,7 +18,7 @@ TABLE = "flatout.levers:TABLE"
 class TrialSpec:
     """``address`` is the socket on which the parent speaks; ``seed`` None leaves the program's randomness alone.
 
-    ``shake`` moves every weight by up to this share of itself after the first step: how far does the program carry rounding?
+    ``shake`` rounds otherwise from the first step on, by this share (flatout.engine.perturb): how far does the program carry rounding?
     """
 
     folder: str

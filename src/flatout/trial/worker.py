@@ -34,7 +34,7 @@ from flatout.capture.shelter import Shelter
 from flatout.capture.standing import die_with_parent
 from flatout.engine.applier import EARLY, LATE, Applier, Outcome
 from flatout.engine.draws import Draws
-from flatout.engine.replay import shake
+from flatout.engine.perturb import perturb
 from flatout.engine.replica import StepReplica
 from flatout.measure.clock import HostClock, clock_for, seconds
 from flatout.measure.load import copies_that_fit, peak_bytes
@@ -84,6 +84,10 @@ class Worker(Listener):
         self.scene = Scene(torch, self, self.ledger)
         self.applier = Applier(levers(spec.table), spec.facts, self.scene)
         self.shelter = Shelter(str(self.folder.saved), self.ledger)
+        if self.folder.handed_on.is_dir():
+            from flatout.pipeline.handed_on import HandedOn
+
+            self.scene.handed_on = HandedOn(self.folder.handed_on, self.shelter.overlay.looking, seconds)
         self.notes = Recorder(torch, self.scene)
         self.draws = Draws(torch)
         self.open_losses: tuple[Any, ...] = ()
@@ -200,6 +204,7 @@ class Worker(Listener):
         if self.first_backward_s is None:
             self.first_backward_s = seconds()
             self.tick_start = self.clock.mark()
+            self._answer({"training": os.getpid()})
         elif self.unit == "backward":
             self._tick()
         elif self.scene.steps == 0 and self.scene.closure_steps and self.scene.backwards >= CLOSURE_PASSES and seconds() - self.first_backward_s > CLOSURE_S:
@@ -249,7 +254,7 @@ class Worker(Listener):
         """The Scene is known: the levers that need it act now."""
         self.late_done = True
         if self.spec.shake:
-            shake(self.scene.parameters, self.spec.shake, self.torch)
+            perturb(self.scene, self.spec.shake, self.ledger)
         self.applier.start(self.spec.plan, LATE)
         if any(o.applied and self.applier.table[o.choice.name].warms_up for o in self.applier.outcomes):
             self.fewest_ticks = TICKS_OF_A_COMPILER
@@ -298,7 +303,7 @@ class Worker(Listener):
         self.notes.losses()
         self.notes.take_samples()
         self._answer({"ready": True, "unit": self.unit, "ticks": len(self.ticks_ms), "tick_ms": block_ms(self.ticks_ms[-8:]), "warmup_ms": self.warmup_ms,
-                      "data_ms": median(self.waits_ms[-8:]),
+                      "data_ms": median(self.waits_ms[-8:]), "once_s": self.scene.handed_on.filled_s if self.scene.handed_on is not None else 0.0,
                       "copies": copies_that_fit(self.torch, self.scene.device_type, self.ranks.local_world),
                       "device": self.scene.device_type, "boundaries": "backward" if self.scene.boundaries.by_backward else "optimizer",
                       "applied": [o.to_json() for o in self.applier.outcomes if o.applied],

@@ -1,11 +1,12 @@
-"""Where Plans meet: programs that share one baton, so that only one of them runs at any moment.
+"""Programs that take turns: of all that were started only one runs at any moment, the others are stopped (SIGSTOP, the whole group).
 
-Two kinds of contest. *Live*: a lever is switched between blocks of ticks inside one running program (``trial.blocks``).
-*Processes*: fresh programs take turns block by block, each of them stopped (SIGSTOP, the whole group) while another runs.
+Programs are started together, because most of a start is one thread that imports and reads. A program whose compiler works goes on while others start,
+and is stopped while they are measured.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,8 @@ from flatout.trial.blocks import CLEAR_LOSS, FEWEST_ROUNDS, Blocks
 from flatout.trial.parent import ProgramGone, Trial
 
 SETTLE_TICKS = 3  # of ranks: they agree on what travels between them, and learn how large it is
-PLAIN = -1  # the plain program's place among the entrants of a race
+PLAIN = -1  # the plain program's place among several that are compared with it
+LOOK_S = 0.05  # for an answer of one program, while several start
 
 
 @dataclass
@@ -40,36 +42,94 @@ class Arena(Blocks):
         super().__init__()
         self.command, self.job, self.facts, self.base, self.alone = command, job, facts, base or Plan(), alone
         self.running: list[Trial] = []
+        self.background: list[Trial] = []  # not ready yet; they run only while others start
+        shutil.rmtree(job.handed_on, ignore_errors=True)  # a search that was killed has left it, and data may have changed since
+        job.handed_on.mkdir(parents=True, exist_ok=True)
         if alone is not None:
             self.settle_ticks = SETTLE_TICKS
 
     # -- programs ---------------------------------------------------------------------------------------------------
 
-    def enter(self, plan: Plan, seed: int, patience_s: float, shake: float = 0.0, alone: bool = False) -> Entrant:
-        """Start a program and bring it to its steady state; it is held when this returns. Raises ProgramGone."""
+    def start(self, plan: Plan, seed: int, shake: float = 0.0, alone: bool = False) -> Trial:
+        """Start a program; ``ready`` waits for it."""
         command, under = (self.alone, plan) if alone and self.alone is not None else (self.command, plan.on_top_of(self.base))
         trial = Trial(command, self.job.new_trial(), under, self.facts, seed, reseed=True, shake=shake)
         self.running.append(trial)
-        start = seconds()
         try:
             trial.start()
-            trial.wait_ready(start + patience_s)
         except BaseException:
             self.dismiss(trial)
             raise
-        trial.hold()
-        return Entrant(plan, trial, seconds() - start)
+        return trial
+
+    def ready(self, trials: Sequence[Trial], patience_s: float) -> list[ProgramGone | None]:
+        """Wait until each of these has come to its steady state, and stop it there. Answers, in their order, None or how it was lost.
+
+        They import and read at the same time. Who begins to train is stopped until all do; then they warm up one after another, for two that
+        compute at once wait for each other's threads. What works in the background goes on while others import.
+        """
+        found: dict[int, ProgramGone | None] = {}
+
+        def look(at: int) -> bool:
+            """Whether this one needs no further waiting."""
+            trial = trials[at]
+            try:
+                if trial.is_ready(trial.started_s + patience_s, LOOK_S):
+                    trial.hold()
+                    found[at] = None
+            except ProgramGone as gone:
+                self.dismiss(trial)
+                found[at] = gone
+            return at in found
+
+        try:
+            for trial in self.background:
+                trial.go_on()
+            importing = set(range(len(trials))) if len(trials) > 1 else set()
+            while importing:
+                for at in sorted(importing):
+                    if look(at) or trials[at].training:
+                        trials[at].hold()
+                        importing.discard(at)
+            if self.background and len(trials) > 1:
+                self._stop_background()
+            for at in range(len(trials)):
+                if at not in found:
+                    trials[at].go_on()
+                    while not look(at):
+                        pass
+            return [found[at] for at in range(len(trials))]
+        except BaseException:
+            for trial in trials:
+                self.dismiss(trial)
+            raise
+        finally:
+            self._stop_background()
+
+    def _stop_background(self) -> None:
+        for trial in self.background:
+            trial.hold(look_again=True)
+
+    def enter(self, plan: Plan, seed: int, patience_s: float, shake: float = 0.0, alone: bool = False) -> Entrant:
+        """Start a program and bring it to its steady state; it is stopped when this returns. Raises ProgramGone."""
+        trial = self.start(plan, seed, shake, alone)
+        gone = self.ready([trial], patience_s)[0]
+        if gone is not None:
+            raise gone
+        return Entrant(plan, trial, seconds() - trial.started_s)
 
     def dismiss(self, trial: Trial) -> None:
         trial.close()
-        if trial in self.running:
-            self.running.remove(trial)
+        for group in (self.running, self.background):
+            if trial in group:
+                group.remove(trial)
 
     def close(self) -> None:
         for trial in list(self.running):
             self.dismiss(trial)
+        shutil.rmtree(self.job.handed_on, ignore_errors=True)
 
-    # -- contests ---------------------------------------------------------------------------------------------------
+    # -- comparisons ------------------------------------------------------------------------------------------------
 
     def processes(self, plain: Trial, others: Sequence[Entrant], until_s: float,
                   heard: Callable[[Entrant, Ratio], None] = lambda entrant, ratio: None) -> dict[int, Ratio | str]:

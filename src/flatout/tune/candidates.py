@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.levers import TABLE
 from flatout.plan.lever import Lever, Value
 from flatout.plan.plan import Choice, Plan, spell
-from flatout.plan.records import Contest, LeverRecord, Ratio
+from flatout.plan.records import LeverRecord, Ratio
 from flatout.plan.words import Effect, Origin, Status
 
-WORTH_COMBINING = 1.01
-LIKELY = 0.7  # the chance of being faster that is enough to be tried together; confirmation will tell
-TOO_FEW = 3  # rounds, for an interval to mean anything: where a step takes seconds there is only the median
-FASTER_BY_FEW = 1.02
-UNDECIDED = 1.25  # high over low of a live contest that could not tell
-
-LIVE, PROCESSES = "live", "processes"  # how a ratio was measured
+LIVE, PROCESSES = "live", "processes"  # how a ratio was measured: switched in running programs, or between programs that take turns
 NO_TIME = "there was no time left to measure it"
-FOR_MEMORY = "it gives time for memory, which was not limited (--memory-limit 8GB)"
+FOR_MEMORY = "it saves memory, and no limit was given (for example `--memory-limit 8GB`)"
+NO_GAIN, SLOWER = "no gain that stands out from the noise", "slower here"
 
 
 @dataclass
 class Candidate:
-    """One lever in this search. ``value`` and ``ratio`` belong to the best value measured so far."""
+    """One lever in this search. ``value`` and ``ratio`` belong to the value that the search would take, or came nearest to taking.
+
+    ``ratio`` is what the lever brings beside the rest of the plan. ``for_memory``: measured by what it saves, not for its speed.
+    """
 
     lever: Lever
     values: tuple[Value, ...]
@@ -35,8 +33,8 @@ class Candidate:
     how: str = ""
     reason: str = ""
     status: Status = Status.SKIPPED
-    won: bool = False
-    for_memory: bool = False  # measured by what it saves, not raced
+    for_memory: bool = False
+    rejected: dict[str, str] = field(default_factory=dict)  # values that failed, spelled, with the reason of each
 
     @property
     def choice(self) -> Choice:
@@ -46,32 +44,19 @@ class Candidate:
 
     @property
     def open(self) -> bool:
-        """Still to be measured."""
-        return bool(self.values) and self.ratio is None and self.status is Status.SKIPPED and not self.for_memory
-
-    @property
-    def median(self) -> float:
-        """How many times as fast with it, 0 where nothing was measured."""
-        return self.ratio.median if self.ratio else 0.0
-
-    @property
-    def undecided(self) -> bool:
-        """A live contest compared blocks that were too unlike (episodes, sentences); programs side by side do the same work at the same tick."""
-        return self.how == LIVE and self.ratio is not None and self.ratio.n >= TOO_FEW and self.ratio.high > UNDECIDED * self.ratio.low
-
-    def measured(self, value: Value, ratio: Ratio, how: str) -> None:
-        """Note a ratio; the best value counts, and says whether the lever is worth combining."""
-        if self.ratio is None or ratio.median > self.ratio.median or (self.undecided and how != LIVE):
-            self.value, self.ratio, self.how = value, ratio, how
-        best = self.ratio
-        self.won = best.median >= FASTER_BY_FEW if best.n < TOO_FEW else best.median >= WORTH_COMBINING and best.chance >= LIKELY
-        if self.won:
-            self.status, self.reason = Status.SKIPPED, "won alone; the search ended before it was confirmed"
-        else:
-            self.reject("slower here" if best.high < 1.0 else "no gain that stands out from the noise")
+        """Whether it may still be part of the plan."""
+        return bool(self.values) and self.status is not Status.REJECTED and not self.for_memory
 
     def reject(self, reason: str) -> None:
-        self.status, self.reason, self.won = Status.REJECTED, reason, False
+        self.status, self.reason = Status.REJECTED, reason
+
+    def without(self, value: Value, reason: str) -> None:
+        """Leave one value out; the lever is rejected with the last of them."""
+        self.rejected[spell(self.lever.name, value)] = reason
+        self.values = tuple(each for each in self.values if each != value)
+        if not self.values:
+            self.value = value
+            self.reject(reason)
 
     def record(self) -> LeverRecord:
         ratio = self.ratio
@@ -81,7 +66,7 @@ class Candidate:
 
 def consider(options: dict[str, Any], effects: frozenset[Effect], only: frozenset[str] | None, limited: bool = False,
              base: Plan | None = None, unfit: Callable[[Lever, Plan | None], str] = lambda lever, base: "") -> dict[str, Candidate]:
-    """What every lever said of the program, narrowed by what the person asked for. ``limited`` tells that memory is; ``base`` is what all programs of the
+    """What every lever said of the program, narrowed by what was asked for. ``limited``: memory is; ``base`` is what all programs of the
     search run under, and ``unfit`` says why a lever cannot join it."""
     found = {}
     for lever in TABLE:
@@ -107,11 +92,6 @@ def consider(options: dict[str, Any], effects: frozenset[Effect], only: frozense
     return found
 
 
-def promising_first(candidates: Mapping[str, Candidate], first: Sequence[str]) -> dict[str, Candidate]:
-    """The same candidates, those named in ``first`` before the others."""
-    return {name: candidates[name] for name in [*(name for name in first if name in candidates), *(name for name in candidates if name not in first)]}
-
-
 def without_long_starts(candidates: Mapping[str, Candidate], loaders: Iterable[Mapping[str, Any]], ready: Mapping[str, Any], most_s: float) -> None:
     """Leave out what would fetch every sample before the first batch, where that takes longer than ``most_s``.
 
@@ -122,33 +102,23 @@ def without_long_starts(candidates: Mapping[str, Candidate], loaders: Iterable[M
         a_batch_ms = ready["tick_ms"] * loader["num_workers"] or ready["data_ms"]
         total_ms += (loader["length"] or 0) / (loader["batch_size"] or 1) * a_batch_ms
     for candidate in candidates.values() if total_ms / 1000 > most_s else ():
-        candidate.values = tuple(value for value in candidate.values if not (isinstance(value, dict) and value.get("ahead")))
+        candidate.values = tuple(value for value in candidate.values if not fetches_all(value))
 
 
-def recall(todo: Iterable[Candidate], contests: Iterable[Contest]) -> list[Candidate]:
-    """Take over what an interrupted session has measured; answer the candidates that still have something open."""
-    known = {c.plan: c for c in contests if c.against == "plain" and c.how in (LIVE, PROCESSES)}
-    left = []
-    for candidate in todo:
-        values = []
-        for value in candidate.values:
-            old = known.get(spell(candidate.lever.name, value))
-            if old is None:
-                values.append(value)
-            elif old.ratio is None or old.low is None or old.high is None:
-                candidate.reject(old.note)
-            else:
-                candidate.measured(value, Ratio(old.ratio, old.low, old.high, old.n), old.how)
-        candidate.values = tuple(values)
-        if values and candidate.status is Status.SKIPPED:
-            left.append(candidate)
-    return left
+def fetches_all(value: Value) -> bool:
+    """Whether a program under this value fetches its whole data set before its first batch."""
+    return isinstance(value, dict) and bool(value.get("ahead"))
 
 
 def plan_of(candidates: Iterable[Candidate]) -> Plan:
     """Their choices, in the order in which levers act."""
+    return in_order(c.choice for c in candidates)
+
+
+def in_order(choices: Iterable[Choice]) -> Plan:
+    """A plan of these choices, in the order in which levers act."""
     order = [lever.name for lever in TABLE]
-    return Plan(tuple(sorted((c.choice for c in candidates), key=lambda choice: order.index(choice.name))))
+    return Plan(tuple(sorted(choices, key=lambda choice: order.index(choice.name))))
 
 
 def widest(candidates: Iterable[Candidate]) -> Effect:

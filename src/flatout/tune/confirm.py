@@ -1,142 +1,155 @@
-"""Confirmation: fresh pairs of processes, plain and tuned, each pair with a seed of its own. Speed and guard come from the same runs."""
+"""Confirmation: fresh pairs of processes, plain and tuned, each pair with a seed of its own. Speed and guard come from the same runs.
+
+The blocks of the pairs join all others in the regression, so the verdict rests on everything that was measured. Where the guard rejects a plan, the levers
+that cause it are found and left out (`flatout.tune.narrow`), and the rest is confirmed.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.engine.guard import SHAKE, START_STEPS, judge, wants_shaken
+from flatout.engine.guard import START_STEPS, judge, shake_for, wants_shaken
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round, compare, median
-from flatout.plan.plan import Choice, Plan
+from flatout.plan.plan import Choice, Plan, spell
 from flatout.plan.records import NOT_SLOWER, GuardRecord, Ratio, Side, TrialRecord
 from flatout.plan.words import Effect, Origin, Status
-from flatout.trial.blocks import LeverFailed
-from flatout.trial.parent import ProgramGone
-from flatout.tune.arena import Entrant, ask_replica
-from flatout.tune.candidates import Candidate, plan_of, widest
+from flatout.tune.candidates import Candidate, fetches_all, plan_of, widest
+from flatout.tune.conclude import obstacle
 from flatout.tune.elsewhere import PATIENCE_S
-from flatout.tune.orders import pair_in, pair_order
-from flatout.tune.tuning import COMPILE_S, PAIRS, Tuning, why_gone
+from flatout.tune.narrow import without_the_culprits
+from flatout.tune.orders import together_order
+from flatout.tune.together import Asked, Seen, measure_together
+from flatout.tune.tuning import FEWEST_PAIRS, PAIRS, Tuning, last_line
 
-FEWEST_PAIRS = 2  # where the clock leaves no time for three
-FLOOR_CAP = 0.02  # an unlucky A/A must not hide a gain that three pairs agree on
-Pair = tuple[list[Round], TrialRecord, TrialRecord]
+WORTH_KEEPING = 1.01  # a plan that brings less is not worth its file
+WORTH_ANOTHER_TRY = 1.03  # what is left of a plan that the guard has rejected
+MORE_FOR_THE_REST = 0.5  # of the budget, for confirming what is left of it
+LATE_S = 20.0  # the longest that doing a late step again may take
 START_NOISE = 0.25  # two starts of one program differ by this without any reason
 
 
-def replica(tuning: Tuning, tuned: list[Candidate]) -> dict[str, Any] | None:
-    """One step of the observed program done again under the live levers, beside float64. Levers that fail are rejected."""
-    checked = [c for c in tuned if c.effect is not Effect.EXACT and c.lever.live]
-    plain = tuning.observed
-    if not checked or tuning.arena.unit != "step":
-        return None
-    wanted_s = tuning.replica_s + FEWEST_PAIRS * tuning.pair_s
-    if len(checked) < len(tuned) and tuning.allowed_s(overrun=True) < wanted_s:  # what needs no check can still be confirmed
-        for candidate in checked:
-            candidate.reject(f"there was no time left to check its numerics and confirm it; give --budget {tuning.enough_m(wanted_s)}m")
-        return None
-    if plain is None or plain not in tuning.arena.running:
-        try:
-            plain = tuning.observed = tuning.enter(Plan()).trial
-        except (ProgramGone, LeverFailed) as error:
-            return {"failure": why_gone(error)}
-    tuning.watcher.stage("guard", "one step done again plainly, under the levers, and in float64")
-    patience_s = 60 + 40 * tuning.arena.tick_ms / 1000 + (COMPILE_S if any(c.lever.warms_up for c in checked) else 0)
+@dataclass
+class Pairs:
+    """The fresh runs of a search: the plain ones by seed, and those of one plan."""
 
-    def failing(candidates: Sequence[Candidate]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        answer = ask_replica(plain, [c.choice for c in candidates], patience_s)
-        return answer, [check for check in answer.get("checks", ()) if not check["passed"]]
+    plain: dict[int, TrialRecord] = field(default_factory=dict)
+    tuned: dict[int, TrialRecord] = field(default_factory=dict)
+    plain_ms: list[float] = field(default_factory=list)
+    tuned_ms: list[float] = field(default_factory=list)
+    rounds: list[list[Round]] = field(default_factory=list)
+    late: dict[str, Any] | None = None  # the replica of a step, after the longest stretch of training
+    hosts: list[str] = field(default_factory=list)
+    failure: str = ""  # how the plan's program was lost
 
-    try:
-        tuning.arena.switch(plain, ())
-        answer, wrong = failing(checked)
-        if wrong and len(checked) > 1 and tuning.allowed_s() > PAIRS * tuning.pair_s:
-            for candidate in checked:
-                _, alone = failing([candidate])
-                if alone:
-                    candidate.reject(f"the guard: {alone[0]['why']}")
-            checked = [c for c in checked if c.won]
-            answer, wrong = failing(checked) if checked else ({"checks": []}, [])
-        if wrong:
-            for candidate in checked:
-                candidate.reject(f"the guard: {wrong[0]['why']}")
-            return None
-        return answer
-    except ProgramGone as gone:
-        return {"failure": f"the program did not survive the replica of a step ({why_gone(gone)})"}
+    def both(self) -> tuple[list[TrialRecord], list[TrialRecord]]:
+        seeds = sorted(self.plain.keys() & self.tuned.keys())
+        return [self.plain[seed] for seed in seeds], [self.tuned[seed] for seed in seeds]
 
 
-def keep_first_record(tuning: Tuning) -> None:
-    """The observed program had seed 0 and was plain until the races: its first losses tell whether the script repeats itself."""
-    plain = tuning.observed
-    if plain is not None and plain in tuning.arena.running:
-        record = plain.finish()
-        record.losses = record.losses[:record.warmup_steps]
-        tuning.first_plain = record
-        tuning.arena.dismiss(plain)
+@dataclass(frozen=True)
+class Refused:
+    """Why a plan was not kept; ``by_guard`` holds the guard's verdict where it was the guard. ``undecided``: more time might have kept it."""
+
+    reason: str
+    by_guard: GuardRecord | None = None
+    undecided: bool = False
 
 
-def settle(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, Any] | None) -> None:
-    """Confirm the combination; where it fails, what is exact of it; where that fails too, the plain program stays."""
-    attempts = [(tuned, replica_answer)]
-    exact = [c for c in tuned if c.effect is Effect.EXACT]
-    if exact and len(exact) < len(tuned) and not tuning.must_fit:  # a part of what fits need not fit
-        attempts.append((exact, None))
-    for at, (attempt, answer) in enumerate(attempts):
-        if not attempt or (at and tuning.allowed_s(overrun=True) < FEWEST_PAIRS * tuning.pair_s):
-            continue
-        if _confirm(tuning, attempt, answer):
-            for candidate in tuned:
-                if candidate not in attempt:
-                    candidate.status = Status.REJECTED
-            return
-    _stay_plain(tuning, tuned)
+def settle(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | None) -> None:
+    """Confirm the plan; where the guard rejects it, what is left without the levers that cause it; else the plain program stays."""
+    attempt, pairs = list(tuned), Pairs()
+    while attempt:
+        refused = _confirm(tuning, attempt, replica, pairs)
+        if refused is None:
+            break
+        for candidate in attempt:
+            candidate.reason = refused.reason
+        tuning.session.undecided, tuning.session.obstacle = refused.undecided, refused.reason
+        rest = []
+        if refused.by_guard is not None and not tuning.must_fit and len(attempt) > 1:
+            rest = without_the_culprits(tuning, attempt, refused.by_guard, pairs.plain)
+            gain = tuning.gain(_keys(rest)).median
+            if rest and (gain < WORTH_ANOTHER_TRY or tuning.allowed_s() + MORE_FOR_THE_REST * tuning.budget_s < FEWEST_PAIRS * tuning.pair_s):
+                for candidate in rest:
+                    candidate.reason = f"what is left beside what the guard rejected brings {gain:.2f}x; it was not confirmed"
+                rest = []
+        attempt, replica = rest, None
+        pairs = Pairs(plain=pairs.plain, plain_ms=pairs.plain_ms)
+    for candidate in tuned:
+        if candidate not in attempt:
+            candidate.status = Status.REJECTED
+    if attempt:
+        tuning.session.undecided, tuning.session.obstacle = False, obstacle(tuning)
+    else:
+        _stay_plain(tuning, tuned)
 
 
-def _confirm(tuning: Tuning, tuned: list[Candidate], replica_answer: dict[str, Any] | None) -> bool:
-    plan, session, start_s = plan_of(tuned), tuning.session, seconds()
-    pairs: list[list[Round]] = []
-    records: list[tuple[TrialRecord, TrialRecord]] = []
-    hosts: list[str] = []
-    while _time_for_another(tuning, pairs):
-        pair_start_s = seconds()
-        tuning.watcher.stage("confirming", f"pair {len(pairs) + 1}: {plan.describe()} against the plain program, fresh processes")
-        try:
-            found = _some_pairs(tuning, plan, len(pairs), widest(tuned) is Effect.RESAMPLED, hosts)
-        except (ProgramGone, LeverFailed) as error:
-            tuning.note(plan.describe(), "fresh pairs", None, why_gone(error), start_s)
-            return _refuse(tuned, f"in fresh processes: {why_gone(error)}")
-        tuning.longest_pair_s = max(tuning.longest_pair_s, seconds() - pair_start_s)
-        for rounds, plain_record, tuned_record in found:
-            pairs.append(rounds)
-            records.append((plain_record, tuned_record))
-        tuning.watcher.contest(plan.describe(), compare(pairs), f"pair {len(pairs)}")
-        if FEWEST_PAIRS <= len(pairs) < PAIRS and _judged(tuning, tuned, records, replica_answer).verdict == "failed":
-            break  # the rest of the time is for what is exact
-    ratio = compare(pairs)
-    tuning.note(plan.describe(), "fresh pairs", ratio, "", start_s, host="; ".join(dict.fromkeys(hosts)))
-    session.guard = _judged(tuning, tuned, records, replica_answer)
-    _fill(session.baseline, Plan(), [p for p, _ in records], [r.a_ms for pair in pairs for r in pair])
-    _fill(session.best, plan, [t for _, t in records], [r.b_ms for pair in pairs for r in pair])
+def _keys(candidates: Sequence[Candidate]) -> frozenset[str]:
+    return frozenset(spell(c.choice.name, c.choice.value) for c in candidates)
+
+
+def _confirm(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | None, pairs: Pairs) -> Refused | None:
+    """None where the plan is kept, which the session then holds."""
+    plan, session, start_s, known = plan_of(tuned), tuning.session, seconds(), len(pairs.plain)
+    while _time_for_another(tuning, tuned, pairs, known):
+        tuning.watcher.stage("confirming", f"pair {len(pairs.tuned) + 1}: {plan.describe()} against the plain program, fresh processes")
+        tuning.disturbance.look()
+        _more_pairs(tuning, tuned, pairs)
+        if pairs.failure:
+            tuning.note(plan.describe(), "fresh pairs", None, pairs.failure, start_s)
+            return Refused(f"in fresh processes: {pairs.failure}")
+        tuning.watcher.contest(plan.describe(), _ratio(tuning, tuned, pairs), f"pair {len(pairs.tuned)}")
+        if FEWEST_PAIRS <= len(pairs.tuned) < PAIRS and _judged(tuning, tuned, replica, pairs).verdict == "failed":
+            break  # the rest of the time is for what is left without the culprit
+    plain_records, tuned_records = pairs.both()
+    if not tuned_records:
+        return Refused(f"there was no time left to confirm it; give --budget {tuning.enough_m(PAIRS * tuning.pair_s)}m", undecided=True)
+    ratio = _ratio(tuning, tuned, pairs)
+    tuning.note(plan.describe(), "fresh pairs", compare(pairs.rounds) if pairs.rounds else ratio, "", start_s, host="; ".join(dict.fromkeys(pairs.hosts)))
+    session.guard = _judged(tuning, tuned, replica, pairs)
+    _fill(session.baseline, Plan(), plain_records, pairs.plain_ms)
+    _fill(session.best, plan, tuned_records, pairs.tuned_ms)
+    if any(fetches_all(choice.value) for choice in plan):  # the fresh programs were spared it; the real run will not be
+        session.best.warmup_ms += 1000 * tuning.once_s
     session.payback_steps = _payback(session.baseline, session.best, any(c.lever.warms_up for c in tuned))
-    if len(pairs) < FEWEST_PAIRS:
-        more = f"give --budget {tuning.enough_m(PAIRS * tuning.longest_pair_s)}m"
-        return _refuse(tuned, f"one pair of processes ({ratio.sentence()}) confirms nothing, and there was no time for more; {more}")
+    if len(tuned_records) < FEWEST_PAIRS:
+        more = f"give --budget {tuning.enough_m(PAIRS * tuning.pair_s)}m"
+        return Refused(f"one pair of processes ({ratio.sentence()}) confirms nothing, and there was no time for more; {more}", undecided=True)
     if session.guard.verdict == "failed":
-        return _refuse(tuned, f"the guard: {session.guard.why}")
+        return Refused(f"the guard: {session.guard.why}", session.guard)
     if session.guard.verdict == "not checked":
-        return _refuse(tuned, f"not kept unproven: {session.guard.why}")
-    if not tuning.must_fit and (ratio.low < NOT_SLOWER or ratio.median <= 1 + min(tuning.floor, FLOOR_CAP)):
-        return _refuse(tuned, f"together {ratio.sentence()} in fresh processes: no gain that stands out from the noise")
+        return Refused(f"not kept unproven: {session.guard.why}")
+    if not tuning.must_fit and (ratio.low < NOT_SLOWER or ratio.median < WORTH_KEEPING):
+        return _not_shown(tuning, ratio)
     if not tuning.must_fit and not _repaid(tuning):
-        return _refuse([c for c in tuned if c.lever.warms_up], f"its warm-up is repaid after {session.payback_steps} steps, beyond the horizon")
+        return Refused(f"the warm-up is repaid after {session.payback_steps} steps, beyond the horizon (--horizon)")
     session.speedup = ratio
     for candidate in tuned:
-        candidate.status, candidate.reason = Status.APPLIED, _remarks(candidate, records[0][1])
+        candidate.status, candidate.reason = Status.APPLIED, _remarks(candidate, tuned_records[0])
     session.best.plan = _with_evidence(tuned, ratio, session.key).to_json()
-    return True
+    return None
+
+
+def _not_shown(tuning: Tuning, ratio: Ratio) -> Refused:
+    """A plan whose gain does not stand out from the noise."""
+    shown = f"{ratio.sentence()} with fresh processes"
+    if not tuning.disturbance.disturbed or ratio.high < WORTH_KEEPING:
+        return Refused(f"together {shown}: no gain that stands out from the noise")
+    more = f"stop them, or give --budget {tuning.enough_m(2 * tuning.budget_s)}m"
+    return Refused(f"{tuning.disturbance.sentence()}, and the gain ({shown}) does not stand out from what they may have done to it; {more}", undecided=True)
+
+
+def _ratio(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Ratio:
+    """From all blocks of the search; where it had no time to explore, or a memory limit chose the plan, from the pairs alone."""
+    keys = _keys(tuned)
+    if keys <= tuning.choices.keys() or not pairs.rounds:
+        tuning.refit()
+        return tuning.gain(keys & tuning.choices.keys())
+    return compare(pairs.rounds)
 
 
 def _remarks(candidate: Candidate, record: TrialRecord) -> str:
@@ -144,92 +157,109 @@ def _remarks(candidate: Candidate, record: TrialRecord) -> str:
     return "; ".join(dict.fromkeys(left["reason"] for left in record.skipped if left["name"] == candidate.lever.name))
 
 
-def _time_for_another(tuning: Tuning, pairs: list[list[Round]]) -> bool:
-    """Three pairs, and more where they cannot decide, for which the budget may be overrun a little; up to six where it has time left."""
-    if not pairs:
-        return True
-    ratio = compare(pairs)
-    needed = len(pairs) < PAIRS or (not ratio.certain and ratio.median > 1.0)
-    return len(pairs) < 2 * PAIRS and tuning.allowed_s(overrun=needed) > tuning.pair_s
+def _time_for_another(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs, known: int) -> bool:
+    """Three pairs within the budget. It may be overrun a little for the first two, and for more where they cannot decide.
+
+    ``known`` plain runs need not be done again.
+    """
+    done = len(pairs.tuned)
+    more_s = MORE_FOR_THE_REST * tuning.budget_s if known else 0.0
+    if not done:
+        return tuning.allowed_s(overrun=True) + more_s > 0
+    ratio = _ratio(tuning, tuned, pairs)
+    undecided = not ratio.certain and ratio.median > WORTH_KEEPING
+    time_s = tuning.allowed_s(overrun=undecided or done < FEWEST_PAIRS) + more_s
+    return (undecided or done < PAIRS) and done < 2 * PAIRS and time_s > tuning.pair_s
 
 
-def _judged(tuning: Tuning, tuned: Sequence[Candidate], records: Sequence[tuple[TrialRecord, TrialRecord]],
-            replica_answer: dict[str, Any] | None) -> GuardRecord:
-    plain, others = [plain for plain, _ in records], [other for _, other in records]
-    found = judge(widest(tuned), plain, others, replica_answer, tuning.first_plain, tuning.shaken)
-    if not tuning.shaken and wants_shaken(found):
-        tuning.watcher.stage("guard", "the plain program, shaken in the last place of its weights: how far does it carry rounding?")
-        tuning.shaken = _shaken(tuning, [record.seed or 0 for record in plain[:FEWEST_PAIRS]])
-        found = judge(widest(tuned), plain, others, replica_answer, tuning.first_plain, tuning.shaken)
+def _more_pairs(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> None:
+    """The next pair; on other machines one a node. A plain run of a seed that is known already is not done again."""
+    plan, elsewhere, first = plan_of(tuned), tuning.elsewhere, len(pairs.tuned)
+    nodes = len(elsewhere.ready) if elsewhere is not None else 0
+    wanted = max(1, min(nodes, PAIRS - first if first < PAIRS else 2 * PAIRS - first))
+    seeds = range(first, first + wanted)
+    asked = [_asked(tuning, tuned, plan, seed, seed not in pairs.plain) for seed in seeds]
+    for seed, (programs, (seen, host)) in zip(seeds, zip(asked, _measured(tuning, asked), strict=True), strict=True):
+        pairs.hosts += [host] if host else []
+        _keep(tuning, pairs, tuned, seed, programs, seen)
+
+
+def _asked(tuning: Tuning, tuned: Sequence[Candidate], plan: Plan, seed: int, with_plain: bool) -> list[Asked]:
+    """Both sides of a pair. Who starts and runs first changes from pair to pair: the machine may warm up, or tire, in between."""
+    rows = (None,) * tuning.rounds
+    record = "draws" if widest(tuned) is Effect.RESAMPLED else "record"
+    checks_late = seed == PAIRS - 1 and tuning.arena.unit == "step" and tuning.replica_s <= LATE_S
+    late = tuple(c.choice for c in tuned if c.effect is not Effect.EXACT and c.lever.live) if checks_late else ()
+    sides = [Asked(Plan(), rows, seed, record, late), Asked(plan, rows, seed, record)]
+    sides = sides if with_plain else sides[1:]
+    return sides if seed % 2 == 0 else sides[::-1]
+
+
+def _measured(tuning: Tuning, asked: Sequence[list[Asked]]) -> list[tuple[list[Seen], str]]:
+    elsewhere, until_s = tuning.elsewhere, seconds() + 3 * tuning.pair_s
+    if elsewhere is None or not elsewhere.ready:
+        if tuning.copies >= 2:
+            return [(measure_together(tuning.arena, programs, until_s, tuning.patience_s), "") for programs in asked]
+        return [([seen for one in programs for seen in measure_together(tuning.arena, [one], until_s, tuning.patience_s)], "") for programs in asked]
+    found: dict[int, tuple[list[Seen], str]] = {}
+    orders = [together_order(tuning, programs, 3 * tuning.pair_s) for programs in asked]
+    for held in elsewhere.held(orders, PATIENCE_S + 3 * tuning.pair_s + tuning.patience_s):
+        if held.answer is not None:
+            found[held.number] = [Seen.from_json(each) for each in held.answer["seen"]], held.host
+    return [found[at] if at in found else (measure_together(tuning.arena, programs, until_s, tuning.patience_s), "") for at, programs in enumerate(asked)]
+
+
+def _keep(tuning: Tuning, pairs: Pairs, tuned: Sequence[Candidate], seed: int, asked: Sequence[Asked], found: Sequence[Seen]) -> None:
+    """Note what came of one pair."""
+    times: dict[bool, list[float]] = {}
+    for one, seen in zip(asked, found, strict=True):
+        plain = not len(one.plan)
+        record = seen.record or (seen.gone if seen.gone is not None and seen.gone.status == "ended" and seen.blocks else None)
+        if record is None:
+            said = f"{seen.left_out[0]}: {seen.left_out[1]}" if seen.left_out else last_line(seen.gone.reason) if seen.gone else "it was lost"
+            pairs.failure = f"the plain program: {said}" if plain else said
+            return
+        if seen.late is not None:
+            pairs.late = seen.late
+        times[plain] = [block.ms for block in seen.blocks]
+        (pairs.plain if plain else pairs.tuned)[seed] = record
+        (pairs.plain_ms if plain else pairs.tuned_ms).extend(times[plain])
+        on = frozenset[str]() if plain else _keys(tuned)
+        if on <= tuning.choices.keys():
+            tuning.processes += 1
+            tuning.keep_blocks(tuning.processes, [on] * len(one.rows), seen, seed + 1)
+        tuning.start_cost_s = max(tuning.start_cost_s, seen.start_s / (2.0 if len(asked) > 1 else 1.0))
+    if len(times) == 2:
+        pairs.rounds.append([Round(a, b) for a, b in zip(times[True], times[False], strict=False)])
+
+
+def _judged(tuning: Tuning, tuned: Sequence[Candidate], replica: dict[str, Any] | None, pairs: Pairs) -> GuardRecord:
+    effect, (plain, others) = widest(tuned), pairs.both()
+    shake = shake_for(effect)
+    found = judge(effect, plain, others, replica, tuning.first_plain, tuning.shaken.get(shake, ()), pairs.late)
+    if shake not in tuning.shaken and wants_shaken(found):
+        tuning.watcher.stage("guard", "the plain program with its weights shaken in the last place: how far does it carry rounding?")
+        tuning.shaken[shake] = shaken(tuning, [record.seed or 0 for record in plain[:FEWEST_PAIRS]], shake)
+        found = judge(effect, plain, others, replica, tuning.first_plain, tuning.shaken[shake], pairs.late)
     return found
 
 
-def _shaken(tuning: Tuning, seeds: Sequence[int]) -> list[TrialRecord]:
+def shaken(tuning: Tuning, seeds: Sequence[int], shake: float) -> list[TrialRecord]:
     """Plain runs that were shaken, long enough for the first losses; none where one of them does not come through."""
-    records = []
+    arena = tuning.arena
+    trials = [arena.start(Plan(), seed, shake) for seed in seeds]
     try:
-        for seed in seeds:
-            trial = tuning.enter(Plan(), seed, shake=SHAKE).trial
-            try:
-                if trial.ticks_done < START_STEPS:
-                    tuning.arena.run(trial, START_STEPS - trial.ticks_done)
-                records.append(trial.finish())
-            finally:
-                tuning.arena.dismiss(trial)
-    except (ProgramGone, LeverFailed):
-        return []
-    return records
-
-
-def _refuse(tuned: Sequence[Candidate], reason: str) -> bool:
-    for candidate in tuned:
-        candidate.reason = reason
-    return False
-
-
-def _some_pairs(tuning: Tuning, plan: Plan, done: int, draws: bool, hosts: list[str]) -> list[Pair]:
-    """The next pair; on other machines one a node, as far as they are wanted. ``hosts`` are told which. Raises ProgramGone or LeverFailed."""
-    elsewhere = tuning.elsewhere
-    if elsewhere is not None and elsewhere.ready:
-        wanted = min(len(elsewhere.ready), PAIRS - done if done < PAIRS else 2 * PAIRS - done)
-        orders = [pair_order(tuning, plan, done + at, draws) for at in range(wanted)]
-        held = [each for each in elsewhere.held(orders, PATIENCE_S + 2 * tuning.pair_s) if each.answer is not None]
-        hosts += [each.host for each in held]
-        if held:
-            return [pair_in(each.answer) for each in sorted(held, key=lambda each: each.number) if each.answer is not None]
-    return [pair_here(tuning, plan, done, draws)]
-
-
-def pair_here(tuning: Tuning, plan: Plan, seed: int, draws: bool) -> Pair:
-    """One pair on this machine. Raises ProgramGone or LeverFailed."""
-    if tuning.copies < 2:
-        return _pair_in_turn(tuning, plan, seed, draws)
-    entrants: list[Entrant] = []
-    try:
-        # Who starts first changes from pair to pair: the machine may warm up, or tire, in between.
-        for mine in (Plan(), plan) if seed % 2 == 0 else (plan, Plan()):
-            entrants.append(tuning.enter(mine, seed))
-        plain, tuned = entrants if seed % 2 == 0 else reversed(entrants)
-        rounds = tuning.arena.pair(plain.trial, tuned.trial, tuning.rounds, seconds() + 2 * tuning.pair_s)
-        return rounds, plain.trial.finish(draws=draws), tuned.trial.finish(draws=draws)
+        if any(gone is not None for gone in arena.ready(trials, tuning.patience_s)):
+            return []
+        records = []
+        for trial in trials:
+            if trial.ticks_done < START_STEPS:
+                arena.run(trial, START_STEPS - trial.ticks_done)
+            records.append(trial.finish())
+        return records
     finally:
-        for entrant in entrants:
-            tuning.arena.dismiss(entrant.trial)
-
-
-def _pair_in_turn(tuning: Tuning, plan: Plan, seed: int, draws: bool) -> Pair:
-    """Where two programs do not fit into memory at once: one after the other, so that the machine's moods do not cancel out."""
-    times: dict[str, list[float]] = {}
-    records: dict[str, TrialRecord] = {}
-    for mine in (Plan(), plan) if seed % 2 == 0 else (plan, Plan()):
-        entrant = tuning.enter(mine, seed)
-        try:
-            times[mine.describe()] = [tuning.arena.block(entrant.trial) for _ in range(tuning.rounds)]
-            records[mine.describe()] = entrant.trial.finish(draws=draws)
-        finally:
-            tuning.arena.dismiss(entrant.trial)
-    plain, tuned = Plan().describe(), plan.describe()
-    return [Round(a, b) for a, b in zip(times[plain], times[tuned], strict=True)], records[plain], records[tuned]
+        for trial in trials:
+            arena.dismiss(trial)
 
 
 def _fill(side: Side, plan: Plan, records: Sequence[TrialRecord], times_ms: Sequence[float]) -> None:
@@ -262,8 +292,8 @@ def _repaid(tuning: Tuning) -> bool:
 def _with_evidence(tuned: Sequence[Candidate], ratio: Ratio, key: dict[str, Any]) -> Plan:
     choices = []
     for choice in plan_of(tuned):
-        alone = next(c.ratio for c in tuned if c.lever.name == choice.name)
-        said = f"alone {alone.sentence()}" if alone else "measured only together with the others"
+        beside = next(c.ratio for c in tuned if c.lever.name == choice.name)
+        said = f"beside the others {beside.sentence()}" if beside else "measured only together with the others"
         choices.append(Choice(choice.name, choice.value, Origin.TUNER, f"{said}; the whole plan {ratio.sentence()}"))
     return Plan(tuple(choices), key)
 

@@ -16,9 +16,10 @@ from flatout.plan.words import Origin, Status
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.candidates import LIVE, Candidate, plan_of
-from flatout.tune.tuning import COMPILE_S, LONGEST_LIVE_S, Tuning, why_gone
+from flatout.tune.tuning import COMPILE_S, Tuning, why_gone
 
 PEAK_TICKS = 4
+LONGEST_LIVE_S = 12.0  # of one comparison
 SETTLING_TICKS = 2  # the first watches, or is tried out; the second is as all others will be
 SAME_PEAK = 0.99  # what saves less than a hundredth saves nothing
 
@@ -171,6 +172,6 @@ def _chosen(tuning: Tuning, tuned: list[Candidate], found: Sequence[Measured]) -
         if candidate not in chosen:
             candidate.reject("with it the plan does not fit into the memory limit")
     for candidate, choice in best.parts:
-        candidate.value, candidate.ratio, candidate.how, candidate.won = choice.value, best.point.ratio, LIVE, True
+        candidate.value, candidate.ratio, candidate.how = choice.value, best.point.ratio, LIVE
         candidate.status, candidate.reason = Status.SKIPPED, "the fastest that fits; the search ended before it was confirmed"
     return [*chosen, *(candidate for candidate, _ in best.parts)]

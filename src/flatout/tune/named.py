@@ -32,7 +32,7 @@ def by_name(tuning: Tuning) -> None:
             for each in (Plan(), plan):
                 entrants.append(tuning.enter(each, SEED))
             plain, named = (entrant.trial for entrant in entrants)
-            until_s = seconds() + max(SHARE * tuning.goal.budget_s / len(todo) - (seconds() - start_s), 4 * tuning.arena.block_s)
+            until_s = seconds() + max(SHARE * tuning.budget_s / len(todo) - (seconds() - start_s), 4 * tuning.arena.block_s)
             found.ratio = compare([tuning.arena.pair(plain, named, MOST_ROUNDS, until_s)])
             records = plain.finish(), named.finish()
             found.plain_losses, found.losses = ([float.fromhex(loss) for loss in record.losses] for record in records)

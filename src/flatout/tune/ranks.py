@@ -24,9 +24,10 @@ from flatout.tune.sharding import LEVER as SHARDING
 from flatout.tune.sharding import choices
 from flatout.tune.tuning import Tuning, why_gone
 
-BESIDE_PARTS = ("autocast",)  # levers that act on models or optimizers, and leave their weights alone
-OF_ONE_PROCESS = "with several ranks loaders and compilers are left as they are"
-OF_WHOLE_WEIGHTS = "it wants whole weights, and each rank keeps a part of them"
+BESIDE_PARTS = ("autocast", "tf32", "reduced_precision")  # of the levers that act once the model is known, those that leave its weights alone
+OF_LOADERS = "it changes how a DataLoader makes batches, and with several ranks flatout divides the batches itself"
+OF_ONE_PROCESS = "its first steps are slow while it compiles or tries algorithms, and flatout measures such levers in one process only"
+OF_WHOLE_WEIGHTS = "it expects whole weights and optimizer state, and each rank keeps a part of them (--shard)"
 SHARE = 0.15  # of the budget, for both together
 PACE_STEPS = 40
 PACE_S = 10.0
@@ -42,7 +43,7 @@ def unfit(lever: Lever, base: Plan | None) -> str:
     if base is None:
         return ""
     if lever.of_one_process:
-        return OF_ONE_PROCESS
+        return OF_LOADERS if lever.moment is Moment.LOADER else OF_ONE_PROCESS
     parts = base.get(SHARDING) is not None and lever.moment in (Moment.MODEL, Moment.OPTIMIZER) and lever.name not in BESIDE_PARTS
     return OF_WHOLE_WEIGHTS if parts else ""
 
@@ -62,7 +63,7 @@ def beside_one_process(tuning: Tuning) -> None:
         except ProgramGone as gone:
             found.why_not = f"one process of it could not be measured beside its ranks: {why_gone(gone)}"
         else:
-            found.ratio = _compared(tuning, alone, start_s + SHARE * tuning.goal.budget_s)
+            found.ratio = _compared(tuning, alone, start_s + SHARE * tuning.budget_s)
             found.one_process_ms = alone.trial.ready["tick_ms"] if found.ratio is not None else None
             tuning.note(f"{found.procs} ranks", "processes", found.ratio, found.why_not, start_s, against="one process")
             tuning.arena.dismiss(alone.trial)
@@ -93,7 +94,7 @@ def _listen(tuning: Tuning) -> None:
         answer = {"why_not": why_gone(error)}
     if "ranks" not in answer or any("why_not" in each for each in answer["ranks"]):
         said = answer.get("why_not") or next(each["why_not"] for each in answer["ranks"] if "why_not" in each)
-        found.why_not = found.why_not or f"the pace of its ranks could not be heard: {said}"
+        found.why_not = found.why_not or f"the pace of its ranks could not be measured: {said}"
         return
     heard = answer["ranks"]
     found.paces, found.lost_ms, found.imbalance = paces(heard), lost_ms(heard), imbalance(heard)

@@ -1,18 +1,15 @@
-"""The search: observe, race, combine, take each away again, guard, confirm in fresh processes.
+"""The search: observe, explore by design, check a step, confirm in fresh processes.
 
     observe    one plain program to its steady state; every lever says whether it applies
     ranks      where the program runs as several: beside one process of it, and each at its own pace
     by name    what a person has named though it changes what is learned: speed and loss curve beside the plain program's
-    live race  levers that can be switched between steps, one after another, inside that program
-    race       levers that need a process of their own, in turns with the plain one; among them a second plain program
-               (A/A), which gives the noise floor and, with the first, the mean that the others are measured against
-    combine    the winners together; then each is taken away again, and stays away if nothing is lost
+    explore    all levers together, by a design of experiments: live ones switched block by block, the others over many short processes
     fit        where memory is limited: levers that save it, each against what the others have left, by time and by peak
     guard      one step done again plainly, under the levers, and in float64
-    confirm    at least three fresh pairs of processes, plain and tuned, each pair with a seed of its own; the same runs
-               give the guard its loss curves
+    confirm    two or three fresh pairs of processes, plain and tuned, more where they do not decide, each pair with a seed of its own; the same
+               runs give the guard its loss curves, and join all other blocks in the estimate of the speed
 
-Everything is written down as it comes; a search that is interrupted goes on from there.
+Everything is written down as it comes; a search that is interrupted continues from there.
 """
 
 from __future__ import annotations
@@ -23,15 +20,15 @@ from flatout.plan.records import SessionRecord, Side, TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES
 from flatout.trial.parent import ProgramGone
 from flatout.tune.arena import ask_options
-from flatout.tune.candidates import consider, promising_first, without_long_starts
-from flatout.tune.combine import combine
-from flatout.tune.confirm import keep_first_record, replica, settle
+from flatout.tune.candidates import consider, without_long_starts
+from flatout.tune.conclude import noise_of
+from flatout.tune.confirm import settle
+from flatout.tune.explore import explore
 from flatout.tune.fit import fit
-from flatout.tune.live import live_race
 from flatout.tune.named import by_name
-from flatout.tune.race import process_race
+from flatout.tune.narrow import check_a_step
 from flatout.tune.ranks import beside_one_process, unfit
-from flatout.tune.tuning import Tuning
+from flatout.tune.tuning import LONGER_BUDGET_S, Tuning
 
 FEWEST_TICKS = 12  # a program with fewer steps than this cannot be compared with anything
 LONGEST_START = 0.15  # of the budget, for a program that fetches its whole data set first
@@ -40,15 +37,16 @@ LONGEST_START = 0.15  # of the budget, for a program that fetches its whole data
 def search(tuning: Tuning) -> SessionRecord:
     """Raises ProgramFailed where the plain program fails by itself, NothingMeasured where it does not train."""
     try:
+        tuning.disturbance.wait(tuning.budget_s, tuning.watcher.expect)
         observe(tuning)
         beside_one_process(tuning)
         by_name(tuning)
-        live_race(tuning)
-        process_race(tuning)
-        tuned = fit(tuning, combine(tuning))
-        answer = replica(tuning, tuned)
-        keep_first_record(tuning)
-        settle(tuning, [c for c in tuned if c.won], answer)
+        tuned, answer = check_a_step(tuning, fit(tuning, explore(tuning)))
+        tuning.keep_observed()
+        settle(tuning, tuned, answer)
+        if tuning.blocks:
+            tuning.session.noise_floor = noise_of(tuning)
+        tuning.session.disturbance = tuning.disturbance.sentence() if tuning.disturbance.disturbed else ""
     finally:
         tuning.arena.close()
         tuning.save()
@@ -59,24 +57,28 @@ def observe(tuning: Tuning) -> None:
     """The plain program in its steady state, and what every lever says of it. Raises what ``search`` raises."""
     tuning.watcher.stage("observing", "the plain program, until its steps are steady")
     try:
-        plain = tuning.arena.enter(Plan(), 0, patience_s=max(min(60.0, 3 * tuning.goal.budget_s), 0.8 * tuning.goal.budget_s))
+        plain = tuning.arena.enter(Plan(), 0, patience_s=_patience_s(tuning.goal.budget_s))
         answer = ask_options(plain.trial)
     except ProgramGone as gone:
         raise _why_not(tuning, gone.record) from None
     ready, arena = plain.trial.ready, tuning.arena
     for left in ready["skipped"]:  # what every program of the search is to run under
         raise NothingMeasured(f"{left['name']} could not be applied: {left['reason']}")
-    tuning.observed, tuning.start_cost_s = plain.trial, plain.start_s
+    tuning.observed, tuning.start_cost_s, tuning.warm_ticks = plain.trial, plain.start_s, ready["ticks"]
     arena.tick_ms, arena.unit = max(ready["tick_ms"], 1e-3), ready["unit"]
     tuning.copies = ready["copies"]
     tuning.session.scene = answer["scene"]
     arena.prefetched_ticks = PREFETCHED_BATCHES * max((loader["num_workers"] for loader in answer["scene"]["loaders"]), default=0)
-    tuning.candidates = promising_first(consider(answer["options"], tuning.goal.effects, tuning.goal.only, tuning.goal.memory_limit_bytes is not None,
-                                                 tuning.base, unfit),
-                                        tuning.goal.first)
-    without_long_starts(tuning.candidates, answer["scene"]["loaders"], ready, LONGEST_START * tuning.goal.budget_s)
+    tuning.settle_budget()
+    tuning.candidates = consider(answer["options"], tuning.goal.effects, tuning.goal.only, tuning.goal.memory_limit_bytes is not None, tuning.base, unfit)
+    without_long_starts(tuning.candidates, answer["scene"]["loaders"], ready, LONGEST_START * tuning.budget_s)
     tuning.session.baseline = Side(step_ms=ready["tick_ms"], unit=ready["unit"], warmup_ms=ready["warmup_ms"])
     tuning.save()
+
+
+def _patience_s(budget_s: float | None) -> float:
+    """For the plain program to become ready."""
+    return 0.8 * LONGER_BUDGET_S if budget_s is None else max(min(60.0, 3 * budget_s), 0.8 * budget_s)
 
 
 def _why_not(tuning: Tuning, record: TrialRecord) -> FlatoutError:
@@ -86,7 +88,7 @@ def _why_not(tuning: Tuning, record: TrialRecord) -> FlatoutError:
         return ProgramFailed(f"{what}:\n\n{record.log_tail.strip() or record.reason}", record.exit_code or 1)
     if record.status == "unattached":
         closed = tuning.command.closed
-        why = f"`python {closed}` keeps flatout out; leave the option away" if closed else record.reason
+        why = f"`python {closed}` disables flatout; remove the option" if closed else record.reason
         return NothingMeasured(f"there is nothing to tune: {why}. The program was left as it is.")
     if record.status == "broken":
         return NothingMeasured(f"flatout could not follow this program, and left it as it was. Please report this:\n\n{record.reason.strip()}")

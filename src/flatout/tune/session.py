@@ -9,17 +9,19 @@ from pathlib import Path
 
 from flatout import __version__
 from flatout.launch.command import Command
+from flatout.levers import TABLE
 from flatout.measure.clock import today
 from flatout.plan.errors import StorageError
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder, read_json, write_json, write_whole
 from flatout.plan.plan import Plan
 from flatout.plan.records import SESSION_SCHEMA, SessionRecord
+from flatout.plan.words import Effect
 
 FOLDER = ".flatout"
 DIFFERENT = {"command": "another command", "script": "the script has changed", "machine": "another machine", "versions": "other versions",
              "python": "another Python", "ranks": "another number of ranks"}
-SAME = {"same": "with bitwise the same results", "equivalent": "with the same results up to rounding"}
+SAME = {"same": "with bitwise the same results", "equivalent": "with the same results up to {}"}
 
 
 def key_of(command: Command, facts: Facts, ranks: str = "") -> dict[str, str]:
@@ -116,10 +118,19 @@ def verdict(session: SessionRecord) -> str:
         return limited
     if session.speedup is not None:
         likely = "" if session.speedup.certain else "probably "
-        return f"{likely}{session.speedup.sentence()} as fast, {SAME.get(session.guard.verdict, 'results not compared')}"
+        return f"{likely}{session.speedup.sentence()} as fast, {_results(session)}"
     failed = session.guard.verdict == "failed"
+    if session.undecided and not failed:
+        return f"no verdict is possible now: {session.obstacle}"
     why = f"the faster plan was refused: {session.guard.why}" if failed else "nothing was faster beyond the noise"
     return f"the plain program stays: {why}"
+
+
+def _results(session: SessionRecord) -> str:
+    """How near the results are to those of the plain program. What is computed or sent in fewer bits than float32 is named."""
+    levers = {lever.name: lever for lever in TABLE if lever.effect is Effect.PRECISION}
+    halves = dict.fromkeys(levers[choice.name].half(choice.value) for choice in plan_of(session) if choice.name in levers)
+    return SAME.get(session.guard.verdict, "results not compared").format(" and ".join(halves) or "rounding")
 
 
 def _of_the_limit(session: SessionRecord) -> str:
@@ -130,8 +141,7 @@ def _of_the_limit(session: SessionRecord) -> str:
     within = f"{limit / 2**20:,.0f} MiB"
     if session.speedup is not None:
         chosen = next((point.plan for point in known if point.chosen), "the plan")
-        how = SAME.get(session.guard.verdict, "results not compared")
-        return f"within {within}, where the plain program does not fit, with {chosen}: {session.speedup.sentence()} as fast, {how}"
+        return f"within {within}, where the plain program does not fit, with {chosen}: {session.speedup.sentence()} as fast, {_results(session)}"
     smallest = min(known, key=lambda point: point.peak_bytes or 0)
     over = (smallest.peak_bytes or 0) - limit
     if over <= 0:

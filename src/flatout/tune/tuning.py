@@ -1,10 +1,10 @@
-"""The state of one search, passed from stage to stage: the clock, the candidates, the records."""
+"""The state of one search, passed from stage to stage: the clock, the candidates, the measured blocks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
@@ -17,30 +17,40 @@ from flatout.plan.words import Effect
 from flatout.trial.blocks import LeverFailed, Watcher
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.arena import Arena, Entrant
-from flatout.tune.candidates import Candidate
+from flatout.tune.candidates import Candidate, in_order
+from flatout.tune.effects import Block, Estimate, Fitted, Space, fit
 from flatout.tune.elsewhere import Elsewhere
+from flatout.tune.noise import Disturbance
+from flatout.tune.together import Row, Seen
 
 PAIRS = 3
+FEWEST_PAIRS = 2
+THREE_PAIRS_SHARE = 0.35  # of the budget; where three pairs cost more, time is kept for two, and the third is measured where they do not decide
 ROUNDS_OF_A_PAIR = 6
 PAIR_S = 6.0  # each side of a pair is measured so long, or for six rounds
 CONFIRM_SHARE = 0.6  # of the budget at most is kept back for confirming
-LONGEST_LIVE_S = 12.0  # of one live contest
 COMPILE_S = 75.0  # what a first compilation is given
-OVERRUN = 0.15  # of the budget, to finish the third pair
+OVERRUN = 0.15  # of the budget, to finish what was begun
 FIT_SHARE = 0.35  # of the budget, where memory is limited: for the frontier
 REPLICA_TICKS = 10  # what the guard's replica of a step costs: four steps, one of them in double precision
+USUAL_BUDGET_S = 90.0  # where none was given,
+LONGER_BUDGET_S = 300.0  # and where the program starts slowly, has long steps, or more was asked for than a plan
+QUICK_START_S, QUICK_STEP_MS = 10.0, 100.0
+WINDOWS_A_SEED = 10**7
+TWO_STARTS = 1.35  # what starting two programs together costs, in starts
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What was asked for. ``horizon_s`` is how long the real job will run: a warm-up must be repaid within it.
+    """What was asked for. ``budget_s`` None: as long as such a program usually takes. ``horizon_s`` is how long the real job will run: a warm-up must be
+    repaid within it.
 
     ``first`` are the levers to begin with, the most promising first: what a profile of the program has found. ``memory_limit_bytes`` is what the
-    tensors of a step may take; the fastest plan that fits is wanted then. ``named`` are tried beside the search, and never taken.
+    tensors of a step may take; the fastest plan that fits is asked for then. ``named`` are tried beside the search, and never taken.
     """
 
-    budget_s: float
-    effects: frozenset[Effect] = frozenset({Effect.EXACT, Effect.ROUNDING, Effect.RESAMPLED})
+    budget_s: float | None
+    effects: frozenset[Effect] = frozenset({Effect.EXACT, Effect.ROUNDING, Effect.PRECISION, Effect.RESAMPLED})
     only: frozenset[str] | None = None
     horizon_s: float = 3600.0
     first: tuple[str, ...] = ()
@@ -63,16 +73,26 @@ class Tuning:
 
     def __post_init__(self) -> None:
         self.start_s = seconds() - self.session.spent_s
+        self.budget_s = self.goal.budget_s or USUAL_BUDGET_S
         self.arena = Arena(self.command, self.job, self.facts, self.base, self.alone)
         self.candidates: dict[str, Candidate] = {}
-        self.floor = 0.01  # a gain below this is not told from none
         self.start_cost_s = 5.0  # of one program, until its steps are steady
-        self.longest_pair_s = 0.0
         self.copies = 9  # of the program that fit into memory at once
         self.observed: Trial | None = None
         self.first_plain: TrialRecord | None = None
-        self.shaken: list[TrialRecord] = []
+        self.shaken: dict[float, list[TrialRecord]] = {}  # plain runs, by how far their weights were shaken
         self.must_fit = False  # the plain program does not fit into the limit: a plan that does is taken even where it is slower
+        self.disturbance = Disturbance(self.facts.cores)
+        # What was measured: each block of each program, what was on in it, and the model that explains them all.
+        self.space = Space((), frozenset(), {}, frozenset())
+        self.choices: dict[str, Choice] = {}  # by the key of its factor
+        self.blocks: list[Block] = []
+        self.fitted: Fitted | None = None
+        self.processes = 0
+        self.length_ticks: int | None = None  # of the program, where it was seen to come to its own end
+        self.warm_ticks = 0  # until its steps are steady
+        self.once_s = 0.0  # what it took to fetch a whole data set first, which later programs of the search are spared
+        self.furthest_plain = 0  # the last tick that the plain program was seen to pass
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -82,19 +102,28 @@ class Tuning:
 
     @property
     def end_s(self) -> float:
-        return self.start_s + self.goal.budget_s
+        return self.start_s + self.budget_s
+
+    def settle_budget(self) -> None:
+        """Once the program was observed: how long the search may take, where nobody has said it."""
+        if self.goal.budget_s is None:
+            quick = self.start_cost_s <= QUICK_START_S and self.arena.tick_ms <= QUICK_STEP_MS
+            more = bool(self.goal.named) or self.goal.memory_limit_bytes is not None or self.alone is not None
+            self.budget_s = USUAL_BUDGET_S if quick and not more else LONGER_BUDGET_S
+            self.session.budget_s = self.budget_s
+        self.watcher.until(self.end_s)
 
     @property
     def rounds(self) -> int:
         """Rounds of one confirming pair: where starting it takes long, measuring may take as long, as far as the budget allows."""
-        starts_s = 2 * self.start_cost_s
-        fair_s = max(PAIR_S, min(starts_s, CONFIRM_SHARE * self.goal.budget_s / PAIRS - starts_s) / 2)
+        starts_s = TWO_STARTS * self.start_cost_s
+        fair_s = max(PAIR_S, min(starts_s, CONFIRM_SHARE * self.budget_s / PAIRS - starts_s) / 2)
         return max(2, min(ROUNDS_OF_A_PAIR, int(fair_s / max(self.arena.block_s, 0.1))))
 
     @property
     def pair_s(self) -> float:
-        """What one confirming pair costs, two starts and its blocks: the estimate, or the longest so far."""
-        return self.longest_pair_s or 2 * (self.start_cost_s + self.rounds * self.arena.block_s) * 1.05 + 1
+        """What one confirming pair costs: two programs that start together, and their blocks."""
+        return TWO_STARTS * self.start_cost_s + 2.1 * self.rounds * self.arena.block_s + 1
 
     @property
     def replica_s(self) -> float:
@@ -104,15 +133,21 @@ class Tuning:
     @property
     def fit_until_s(self) -> float:
         """When everything but confirming must be done."""
-        return self.end_s - min(PAIRS * self.pair_s + self.replica_s, CONFIRM_SHARE * self.goal.budget_s)
+        pairs = PAIRS if PAIRS * self.pair_s <= THREE_PAIRS_SHARE * self.budget_s else FEWEST_PAIRS
+        return self.end_s - min(pairs * self.pair_s + self.replica_s, CONFIRM_SHARE * self.budget_s)
 
     @property
     def explore_until_s(self) -> float:
-        return self.fit_until_s - (FIT_SHARE * self.goal.budget_s if self.goal.memory_limit_bytes is not None else 0.0)
+        return self.fit_until_s - (FIT_SHARE * self.budget_s if self.goal.memory_limit_bytes is not None else 0.0)
+
+    @property
+    def patience_s(self) -> float:
+        """For a program to become ready."""
+        return 120 + 4 * self.start_cost_s
 
     def allowed_s(self, overrun: bool = False) -> float:
         """What is left of the budget; with ``overrun`` a little more, so that what was begun can be finished."""
-        return self.end_s - seconds() + (OVERRUN * self.goal.budget_s if overrun else 0.0)
+        return self.end_s - seconds() + (OVERRUN * self.budget_s if overrun else 0.0)
 
     def enough_m(self, more_s: float) -> int:
         """Whole minutes of a budget that would have been enough for so much more."""
@@ -121,12 +156,94 @@ class Tuning:
     # -- programs and records ---------------------------------------------------------------------------------------
 
     def enter(self, plan: Plan, seed: int = 0, patience_s: float | None = None, shake: float = 0.0) -> Entrant:
-        """A program under a plan, ready and held. Raises ProgramGone, or LeverFailed where a lever could not be applied."""
-        entrant = self.arena.enter(plan, seed, patience_s or 120 + 4 * self.start_cost_s, shake)
+        """A program under a plan, ready and stopped. Raises ProgramGone, or LeverFailed where a lever could not be applied."""
+        entrant = self.arena.enter(plan, seed, patience_s or self.patience_s, shake)
         for left in entrant.trial.ready.get("skipped", ()):
             self.arena.dismiss(entrant.trial)
             raise LeverFailed(left["name"], left["reason"])
         return entrant
+
+    def plain_again(self) -> Trial | None:
+        """The observed plain program, or another one where it has ended; None where none can be started in time."""
+        if self.observed is not None and self.observed in self.arena.running:
+            return self.observed
+        if self.allowed_s(overrun=True) < self.start_cost_s:
+            return None
+        try:
+            self.observed = self.enter(Plan()).trial
+        except (ProgramGone, LeverFailed):
+            self.observed = None
+        return self.observed
+
+    def plan_for(self, on: Iterable[str]) -> Plan:
+        """The plan in which these factors are on."""
+        return in_order(self.choices[key] for key in on)
+
+    def live_rows(self, rows: Iterable[Iterable[str]]) -> tuple[Row, ...]:
+        """The choices of each block, from the keys of what is switched on in it."""
+        return tuple(self.plan_for(row).choices for row in rows)
+
+    def keep_blocks(self, process: int, on: Sequence[frozenset[str]], seen: Seen, seed: int, host: str = "") -> None:
+        """Add the blocks of one process to the measured ones; ``on`` are its factors in each of its rows."""
+        self.once_s = max(self.once_s, seen.ready.get("once_s", 0.0))
+        for block in seen.blocks:
+            window = seed * WINDOWS_A_SEED + block.tick // self.arena.window_ticks
+            self.blocks.append(Block(process, on[block.row], block.at_s - self.start_s, window, block.ms, host))
+        self.session.blocks = [{"process": b.process, "on": sorted(b.on), "at_s": round(b.at_s, 2), "window": b.window, "ms": b.ms, "host": b.host}
+                               for b in self.blocks]
+
+    def keep_first_plain(self, record: TrialRecord) -> None:
+        """The observed program had seed 0 and was plain until its levers were switched: its first losses tell whether the script repeats itself."""
+        if self.first_plain is None:
+            record.losses = record.losses[:record.warmup_steps]
+            self.first_plain = record
+
+    def keep_observed(self) -> None:
+        """End the observed program, and keep its first losses."""
+        plain, self.observed = self.observed, None
+        if plain is not None and plain in self.arena.running:
+            self.furthest_plain = max(self.furthest_plain, plain.ticks_done)
+            self.keep_first_plain(plain.finish())
+            self.arena.dismiss(plain)
+
+    def blocks_of(self, space: Space) -> list[Block]:
+        """The blocks in which nothing else was on."""
+        return [block for block in self.blocks if block.on <= space.index.keys()]
+
+    def fit_of(self, space: Space) -> Fitted:
+        return fit(space, self.blocks_of(space))
+
+    @property
+    def measured(self) -> frozenset[str]:
+        return frozenset().union(*(block.on for block in self.blocks))
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """Of the processes that were measured."""
+        return frozenset(block.process for block in self.blocks)
+
+    def gain(self, on: frozenset[str]) -> Ratio:
+        """How many times as fast as the plain program, from all blocks; ``n`` counts processes."""
+        return ratio_of((self.fitted or self.refit()).gain(on), len(self.numbers))
+
+    def effect(self, key: str, beside: frozenset[str]) -> Ratio:
+        """What one factor brings beside others; ``n`` counts the blocks in which it was on."""
+        return ratio_of((self.fitted or self.refit()).effect(key, beside), sum(key in block.on for block in self.blocks))
+
+    def drop(self, key: str) -> None:
+        """Take a factor out of the search; blocks in which it was on no longer count."""
+        self.space = only(self.space, self.choices.keys() - {key})
+        self.blocks = [block for block in self.blocks if key not in block.on]
+        self.choices.pop(key, None)
+
+    def forbid(self, one: str, other: str) -> None:
+        """Two levers that do not work together."""
+        self.space = replace(self.space, excludes=self.space.excludes | {frozenset((one, other))})
+        self.blocks = [block for block in self.blocks if self.space.allowed(block.on)]
+
+    def refit(self) -> Fitted:
+        self.fitted = fit(self.space, self.blocks)
+        return self.fitted
 
     def note(self, plan: str, how: str, ratio: Ratio | None, note: str, start_s: float, against: str = "plain", host: str = "") -> None:
         self.watcher.contest(plan, ratio, note)
@@ -142,9 +259,21 @@ class Tuning:
         self.save_session(self.session)
 
 
+def only(space: Space, keys: Collection[str]) -> Space:
+    """The same space with these factors alone."""
+    return replace(space, factors=tuple(factor for factor in space.factors if factor.key in keys))
+
+
+def ratio_of(estimate: Estimate, n: int) -> Ratio:
+    return Ratio(estimate.median, estimate.low, estimate.high, n)
+
+
 def why_gone(error: ProgramGone | LeverFailed) -> str:
     """The last line of what a program or a lever said as it failed."""
-    text = error.record.reason if isinstance(error, ProgramGone) else error.reason
+    return last_line(error.record.reason if isinstance(error, ProgramGone) else error.reason)
+
+
+def last_line(text: str) -> str:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     return lines[-1][:240] if lines else "it ended without a word"
 

@@ -1,0 +1,65 @@
+"""Broken data paths for the guard's test bed: other constants, transforms that are left out or are no longer random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from guard_tools import around_transforms
+
+from flatout.plan.lever import Undo
+
+
+def other_constants(scene: Any, value: Any, ledger: Any) -> Undo:
+    """Normalize with the constants of another data set (CIFAR-10)."""
+    def change(held: list[Any]) -> list[Any]:
+        for one in held:
+            if type(one).__name__ == "Normalize":
+                one.mean, one.std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+        return held
+    return around_transforms(scene, ledger, change)
+
+
+def no_augmentation(scene: Any, value: Any, ledger: Any) -> Undo:
+    """Every random transform is left out (a crop with padding becomes none at all)."""
+    return around_transforms(scene, ledger, lambda held: [t for t in held if not type(t).__name__.startswith(("Random", "ColorJitter"))])
+
+
+def always_flipped(scene: Any, value: Any, ledger: Any) -> Undo:
+    def change(held: list[Any]) -> list[Any]:
+        for one in held:
+            if type(one).__name__ == "RandomHorizontalFlip":
+                one.p = 1.0
+        return held
+    return around_transforms(scene, ledger, change)
+
+
+def no_flip(scene: Any, value: Any, ledger: Any) -> Undo:
+    return around_transforms(scene, ledger, lambda held: [t for t in held if type(t).__name__ != "RandomHorizontalFlip"])
+
+
+def same_crop(scene: Any, value: Any, ledger: Any) -> Undo:
+    """The crop is always the corner one: a generator that is never advanced."""
+    def change(held: list[Any]) -> list[Any]:
+        for one in held:
+            if type(one).__name__ == "RandomCrop":
+                one.get_params = lambda image, size: (0, 0, *size)
+        return held
+    return around_transforms(scene, ledger, change)
+
+
+def kept_too_late(scene: Any, value: Any, ledger: Any) -> Undo:
+    """Samples are kept after chance has had its say: the augmentations of the first epoch come again in every later one."""
+    class Kept:
+        def __init__(self, dataset: Any) -> None:
+            self.dataset, self.samples = dataset, {}
+
+        def __len__(self) -> int:
+            return len(self.dataset)
+
+        def __getitem__(self, index: int) -> Any:
+            if index not in self.samples:
+                self.samples[index] = self.dataset[index]
+            return self.samples[index]
+
+    scene.change_loaders(lambda dataset, arguments: {**arguments, "dataset": Kept(dataset)}, ledger)
+    return ledger.restore

@@ -1,0 +1,228 @@
+"""Half precision that is broken, for the guard's test bed: the loss, a softmax, sums, statistics or small gradients are kept in too few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from guard_tools import (
+    PRECISION,
+    around_step,
+    both,
+    hook_gradients,
+    in_root,
+    in_script,
+    lever_of,
+    modules,
+    with_layer,
+    with_optimizer,
+    with_weights,
+)
+
+from flatout.levers import TABLE as SHELF
+from flatout.plan.lever import Lever, Undo
+
+AUTOCAST = next(lever for lever in SHELF if lever.name == "autocast")
+LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "binary_cross_entropy")
+SOFTMAX_RANGE = 11.0  # exp() of more is beyond float16
+LATE_STEP = 12
+SUM_PARTS = 256
+EXPONENT_BITS = 2.0**-8  # of a tensor's largest value: what eight bits under a common exponent leave
+
+
+def half_loss(scene: Any, value: Any, ledger: Any) -> Undo:
+    """The loss is computed from bfloat16 and comes out in it."""
+    functional = scene.torch.nn.functional
+    for name in LOSSES:
+        really = getattr(functional, name)
+
+        def short(x: Any, *args: Any, really: Any = really, **kwargs: Any) -> Any:
+            return really(x.bfloat16().to(x.dtype), *args, **kwargs).bfloat16().to(x.dtype)
+        ledger.set(functional, name, short)
+    return ledger.restore
+
+
+def raw_autocast(scene: Any, value: Any, ledger: Any) -> Undo:
+    """torch.autocast on the CPU as it is: log_softmax and sums stay in bfloat16, and a loss that the module computes with them."""
+    torch = scene.torch
+
+    def wrapper(forward: Any) -> Any:
+        def in_half_precision(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                output = forward(*args, **kwargs)
+            parts = tuple(part.float() for part in (output if isinstance(output, tuple) else (output,)))
+            return parts if isinstance(output, tuple) else parts[0]
+        return in_half_precision
+
+    for root in scene.roots:
+        scene.wrap_forward(root, wrapper, ledger)
+    return ledger.restore
+
+
+def inside_roots(scene: Any, ledger: Any, replaced: dict[str, Callable[..., Any]]) -> Undo:
+    """Functions of torch.nn.functional that are others while a root module's forward runs."""
+    functional = scene.torch.nn.functional
+
+    def wrapper(forward: Any) -> Any:
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            before = {name: getattr(functional, name) for name in replaced}
+            try:
+                for name, other in replaced.items():
+                    setattr(functional, name, other)
+                return forward(*args, **kwargs)
+            finally:
+                for name, other in before.items():
+                    setattr(functional, name, other)
+        return changed
+
+    for root in scene.roots:
+        scene.wrap_forward(root, wrapper, ledger)
+    return ledger.restore
+
+
+def half_softmax_gradient(scene: Any, value: Any, ledger: Any) -> Undo:
+    """log_softmax is right in float32, and its gradient is p - 1 in bfloat16: zero for a sample that the network is sure of."""
+    torch, functional = scene.torch, scene.torch.nn.functional
+
+    class Short(torch.autograd.Function):  # type: ignore[name-defined,misc]
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            found = torch.log_softmax(x, -1)
+            ctx.save_for_backward(found)
+            return found
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            (found,) = ctx.saved_tensors
+            total = grad.sum(-1, keepdim=True)
+            share = (grad / total.where(total != 0, 1.0)).bfloat16()
+            return ((share - found.exp().bfloat16()) * total).to(grad.dtype)
+
+    really = functional.nll_loss
+    return inside_roots(scene, ledger, {
+        "log_softmax": lambda x, dim=-1, **_: Short.apply(x),
+        "cross_entropy": lambda x, target, **kwargs: really(Short.apply(x), target, **kwargs)})
+
+
+def saturating_softmax(scene: Any, value: Any, ledger: Any) -> Undo:
+    """exp() without a shift by the largest logit, and what is beyond float16 is clamped: all large logits are the same."""
+    torch, functional = scene.torch, scene.torch.nn.functional
+
+    def log_softmax(x: Any, dim: int = -1, **_: Any) -> Any:
+        x = x.clamp(max=SOFTMAX_RANGE)
+        return x - x.exp().sum(dim, keepdim=True).log()
+
+    really = functional.nll_loss
+    return inside_roots(scene, ledger, {
+        "log_softmax": log_softmax, "softmax": lambda x, dim=-1, **_: torch.exp(log_softmax(x, dim)),
+        "cross_entropy": lambda x, target, **kwargs: really(log_softmax(x), target, **kwargs)})
+
+
+def small_flushed(torch: Any, g: Any) -> Any:
+    return torch.where(g.abs() < EXPONENT_BITS * g.abs().max(), 0.0, g)
+
+
+def small_gradients_flushed(scene: Any, value: Any, ledger: Any) -> Undo:
+    """Gradients under one exponent a tensor: elements that are 256 times smaller than the largest are zero."""
+    return hook_gradients(scene, ledger, lambda g: small_flushed(scene.torch, g))
+
+
+def flushed_late(scene: Any, value: Any, ledger: Any) -> Undo:
+    """The same from the twelfth update on, as a scale that was fit for the first gradients would do it."""
+    updates = [0]
+
+    def make(optimizer: Any, step: Callable) -> Callable:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            updates[0] += 1
+            return step(*args, **kwargs)
+        return counted
+    around_step(scene, ledger, make)
+    return hook_gradients(scene, ledger, lambda g: small_flushed(scene.torch, g) if updates[0] >= LATE_STEP else g)
+
+
+def float16_unscaled(scene: Any, value: Any, ledger: Any) -> Undo:
+    """Gradients in float16 without a loss scale: numbers below 6e-5 lose bits, numbers below 6e-8 are zero."""
+    return hook_gradients(scene, ledger, lambda g: g.half().to(g.dtype))
+
+
+def float8_gradients(scene: Any, value: Any, ledger: Any) -> Undo:
+    """Gradients in 8-bit floats (E4M3), each tensor under a scale of its own."""
+    def rounded(g: Any) -> Any:
+        scale = g.abs().max().clamp_min(1e-30) / 448
+        return (g / scale).to(scene.torch.float8_e4m3fn).to(g.dtype) * scale
+    return hook_gradients(scene, ledger, rounded)
+
+
+def half_running_statistics(scene: Any, value: Any, ledger: Any) -> Undo:
+    """BatchNorm's running statistics are kept in bfloat16: small moves are lost."""
+    def rounded(module: Any, args: tuple, output: Any) -> None:
+        if module.training:
+            for held in (module.running_mean.data, module.running_var.data):  # the backward pass checks the version of the buffers themselves
+                held.copy_(held.bfloat16())
+
+    for module in modules(scene, "BatchNorm"):
+        ledger.call("forward hook", module.register_forward_hook(rounded).remove)
+    return ledger.restore
+
+
+def half_running_sums(scene: Any, value: Any, ledger: Any) -> Undo:
+    """The gradient of a linear layer's weight is summed over the batch in bfloat16, one part after another."""
+    torch = scene.torch
+
+    class Summed(torch.autograd.Function):  # type: ignore[name-defined,misc]
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any) -> Any:
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> tuple[Any, Any]:
+            x, weight = ctx.saved_tensors
+            sum_ = torch.zeros_like(weight, dtype=torch.bfloat16)
+            for g, part in zip(grad.flatten(0, -2).chunk(SUM_PARTS), x.flatten(0, -2).chunk(SUM_PARTS), strict=True):
+                sum_ += (g.t() @ part).bfloat16()
+            return grad @ weight, sum_.to(weight.dtype)
+
+    def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+        found = Summed.apply(x, weight)
+        return found if bias is None else found + bias
+    return inside_roots(scene, ledger, {"linear": linear})
+
+
+def half_moments(scene: Any, value: Any, ledger: Any) -> Undo:
+    """The optimizer's averages are kept in bfloat16: what moves slowly stands still."""
+    def make(optimizer: Any, step: Callable) -> Callable:
+        def rounded(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            for state in optimizer.state.values():
+                for held in state.values():
+                    if isinstance(held, scene.torch.Tensor) and held.dim():
+                        held.copy_(held.bfloat16())
+            return result
+        return rounded
+    return around_step(scene, ledger, make)
+
+
+def in_autocast(other: Callable[[Any, Any, Any], Undo]) -> Callable[[Any, Any, Any], Undo]:
+    """Sound half precision beside something broken: its rounding excuses nothing."""
+    def apply(scene: Any, value: Any, ledger: Any) -> Undo:
+        other(scene, value, ledger)
+        assert AUTOCAST.apply is not None
+        return AUTOCAST.apply(scene, "bfloat16", ledger)
+    return apply
+
+
+# Some of these do no harm in some programs: logits stay small under label smoothing, sums of losses have large gradients.
+HALF_BAD: tuple[Lever, ...] = (
+    lever_of("half_loss", PRECISION, half_loss, in_script("cross_entropy", "CrossEntropyLoss", "nll_loss", "mse_loss", "binary_cross_entropy", "BCELoss")),
+    lever_of("raw_autocast", PRECISION, raw_autocast, in_root("log_share")),
+    lever_of("half_softmax_gradient", PRECISION, half_softmax_gradient, in_root("log_share")),
+    lever_of("saturating_softmax", PRECISION, saturating_softmax, in_root("return F.log_softmax", "F.cross_entropy")),
+    lever_of("small_gradients_flushed", PRECISION, small_gradients_flushed, with_weights(100)),
+    lever_of("flushed_late", PRECISION, flushed_late, both(with_weights(100), with_optimizer)),
+    lever_of("float16_unscaled", PRECISION, float16_unscaled, in_root("log_share", "F.cross_entropy")),  # elsewhere gradients are large enough
+    lever_of("float8_gradients", PRECISION, float8_gradients, with_weights(100)),
+    lever_of("half_running_statistics", PRECISION, half_running_statistics, with_layer("BatchNorm2d")),
+    lever_of("half_running_sums", PRECISION, half_running_sums, both(with_layer("Linear"), with_weights(100))),
+    lever_of("half_moments", PRECISION, half_moments, with_optimizer),
+)

@@ -1,0 +1,116 @@
+"""Tools of the guard's test bed: where a lever applies, and what its levers are made of."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flatout.plan.lever import Lever, Options, Skip, Undo
+from flatout.plan.words import Effect, Moment
+
+EXACT, ROUNDING, PRECISION, RESAMPLED = Effect.EXACT, Effect.ROUNDING, Effect.PRECISION, Effect.RESAMPLED
+When = Callable[[Any], str]  # the reason why a lever does not apply to a Scene, or nothing
+
+
+# -- where a lever applies ------------------------------------------------------------------------------------------------
+
+
+def anywhere(scene: Any) -> str:
+    return ""
+
+
+def with_optimizer(scene: Any) -> str:
+    return "" if scene.optimizers else "no optimizer object"
+
+
+def with_group(*keys: str) -> When:
+    """Some optimizer has one of these settings switched on."""
+    return lambda scene: "" if any(g.get(k) for o in scene.optimizers for g in o.param_groups for k in keys) else f"no optimizer with {keys[0]}"
+
+
+def with_layer(*names: str) -> When:
+    return lambda scene: "" if scene.has_layer(*names) else f"no layer {names[0]}"
+
+
+def with_weights(count: int) -> When:
+    return lambda scene: "" if sum(p.numel() for p in scene.parameters) > count else f"at most {count} parameters"
+
+
+def without_tokens(scene: Any) -> str:
+    """A loss that is the mean over hundreds of tokens does not feel one more or less: 0.1 to 0.3 per cent."""
+    return "the loss is a mean over hundreds of tokens" if scene.has_layer("Embedding") else ""
+
+
+def with_transform(*names: str) -> When:
+    """The first data set that was loaded has a list of transforms with one of these. Before there is a loader it cannot be told."""
+    def when(scene: Any) -> str:
+        seen = scene._loaders._dataset
+        held = getattr(getattr(seen() if seen else None, "transform", None), "transforms", ())
+        return "" if not scene.steps or any(type(t).__name__.startswith(names) for t in held) else f"no transform {names[0]}"
+    return when
+
+
+def both(*conditions: When) -> When:
+    return lambda scene: next(filter(None, (when(scene) for when in conditions)), "")
+
+
+def in_script(*words: str) -> When:
+    """The program's own file has one of these words."""
+    def when(scene: Any) -> str:
+        text = Path(getattr(sys.modules["__main__"], "__file__", "") or sys.argv[0]).read_text(encoding="utf-8")
+        return "" if any(word in text for word in words) else f"the program has no {words[0]}"
+    return when
+
+
+def in_root(*words: str) -> When:
+    """The class of some root module has one of these words."""
+    def when(scene: Any) -> str:
+        texts = [inspect.getsource(type(root)) for root in scene.roots]
+        return "" if any(word in text for text in texts for word in words) else f"no root module with {words[0]}"
+    return when
+
+
+def with_images(scene: Any) -> str:
+    return with_layer("Conv2d")(scene) if scene.steps else ""
+
+
+# -- tools ----------------------------------------------------------------------------------------------------------------
+
+
+def hook_gradients(scene: Any, ledger: Any, change: Callable[[Any], Any], only: slice = slice(None)) -> Undo:
+    for p in scene.parameters[only]:
+        ledger.call("gradient hook", p.register_hook(change).remove)
+    return ledger.restore
+
+
+def around_step(scene: Any, ledger: Any, make: Callable[[Any, Callable], Callable]) -> Undo:
+    for optimizer in scene.optimizers:
+        ledger.set(optimizer, "step", make(optimizer, optimizer.step), new=True)
+    return ledger.restore
+
+
+def around_transforms(scene: Any, ledger: Any, change: Callable[[list[Any]], list[Any]]) -> Undo:
+    """Change the list of transforms of every data set that a loader is made for."""
+    def rule(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        transform = getattr(dataset, "transform", None)
+        if hasattr(transform, "transforms"):
+            transform.transforms = change(list(transform.transforms))
+        return arguments
+
+    scene.change_loaders(rule, ledger)
+    return ledger.restore
+
+
+def modules(scene: Any, *names: str) -> list[Any]:
+    return [m for root in scene.roots for m in root.modules() if type(m).__name__.startswith(names)]
+
+
+def lever_of(name: str, effect: Effect, apply: Any, when: When = anywhere, moment: Moment = Moment.STEP) -> Lever:
+    def applies(facts: Any, scene: Any) -> Options | Skip:
+        reason = when(scene)
+        return Skip(reason) if reason else Options((True,))
+
+    return Lever(name, moment, effect, applies, lambda value: "", apply=apply, live=moment is not Moment.LOADER, page=(apply.__doc__ or "").strip())

@@ -1,0 +1,75 @@
+"""How far a program carries rounding: the plain program, rounded to fewer bits on purpose.
+
+A kernel that sums in another order, or multiplies in half precision, rounds in every step. So does this: in every forward pass the weights of all layers
+with a matrix and what these layers give are rounded, and in every backward pass the gradients of what they give. A loss that comes out of a layer is not,
+and the weights between the steps are not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from flatout.engine.replay import mapped, shake
+
+
+def perturb(scene: Any, share: float, ledger: Any) -> None:
+    """``share``: by how much of itself a number is rounded at most (`flatout.engine.guard.shake_for`); 2^-9 leaves the 8 bits of bfloat16.
+
+    Where no layer is known, or none is called (torch.compile in the script does not see our hooks), every weight is moved once by up to this share instead.
+    """
+    layers = [module for root in scene.roots for module in root.modules() if any(map(_is_matrix, module.parameters(recurse=False)))]
+    if not layers:
+        shake(scene.parameters, share, scene.torch)
+        return
+    all_rounded = [_Rounded(module, round(-math.log2(share)) - 1, scene.torch) for module in layers]
+    for rounded in all_rounded:
+        ledger.call("forward pre-hook", rounded.module.register_forward_pre_hook(rounded.begin).remove)
+        ledger.call("forward hook", rounded.module.register_forward_hook(rounded.end, always_call=True).remove)
+
+    def look(optimizer: Any, *_: Any) -> None:
+        while handles:
+            handles.pop().remove()
+        if not any(rounded.called for rounded in all_rounded):
+            shake(scene.parameters, share, scene.torch)
+
+    handles = [optimizer.register_step_post_hook(look) for optimizer in scene.optimizers]
+
+
+class _Rounded:
+    """Rounds one layer. The data of its weights is exchanged, so that neither autograd nor an optimizer sees another tensor."""
+
+    def __init__(self, module: Any, bits: int, torch: Any) -> None:
+        self.module, self.bits, self.torch = module, bits, torch
+        self.held: list[tuple[Any, Any]] = []
+        self.called = False
+
+    def begin(self, module: Any, args: Any) -> None:
+        self.called = True
+        self.held = [(p, p.data) for p in self.module.parameters(recurse=False) if _is_matrix(p)]
+        for p, data in self.held:
+            p.data = self._round(data)
+
+    def end(self, module: Any, args: Any, output: Any) -> Any:
+        for p, data in self.held:
+            p.data = data
+        self.held = []
+        return mapped(output, self._rounded_output, self.torch)
+
+    def _rounded_output(self, x: Any) -> Any:
+        if not x.dim() or x.dtype not in (self.torch.float32, self.torch.float64):
+            return x
+        exact = x.detach()
+        x = x + (self._round(exact) - exact).where(exact.isfinite(), 0.0)
+        if x.requires_grad:
+            x.register_hook(self._round)
+        return x
+
+    def _round(self, x: Any) -> Any:
+        """To this many significant bits; infinities and what is not a number stay as they are."""
+        mantissa, exponent = self.torch.frexp(x)
+        return self.torch.ldexp((mantissa * 2.0**self.bits).round() / 2.0**self.bits, exponent).where(x.isfinite(), x)
+
+
+def _is_matrix(p: Any) -> bool:
+    return bool(p.dim() >= 2 and p.is_floating_point() and p.element_size() >= 4)

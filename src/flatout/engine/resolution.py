@@ -1,0 +1,93 @@
+"""How fine the numbers of a run are: significant bits of its losses, and tensors that are flushed to zero, short of bits or saturated.
+
+Half precision is sound where products are rounded to it, and the loss and the sums stay in float32. A bfloat16 number has 8
+significant bits and a float16 number 11, so a gradient that comes out of a product may have 8. A loss may not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+SHORT_BITS = 10  # a loss with no more: all of bfloat16's, half of float16's, one in 8,192 of float32's
+SHORT_SHARE = 0.25  # of the losses, more than in the plain program: one loss in half precision among three is seen
+FEW_BITS = 5  # of a gradient: one in eight of bfloat16's, and every number of an 8-bit format
+FEW_BITS_SHARE = 0.4  # sound: up to 0.22
+FLUSHED_SHARE = 0.05  # sound: up to 0.0005
+SATURATED_SHARE = 0.25  # sound: up to 0.03
+FEWEST_ELEMENTS = 64  # of a tensor whose elements are counted
+TOO_SMALL = 2.0**-24  # of the largest element: a sum in float32 loses it anyway
+
+
+def significant_bits(value: float) -> int:
+    """From the leading to the last set bit of the mantissa; 0 of zero and of what is not finite."""
+    if not math.isfinite(value) or value == 0:
+        return 0
+    mantissa = int(abs(math.frexp(value)[0]) * 2.0**53)
+    return mantissa.bit_length() - ((mantissa & -mantissa).bit_length() - 1)
+
+
+def coarseness(runs: Sequence[Sequence[float]]) -> float:
+    """The share of the losses with few significant bits, or that some other loss of the same run repeats, whichever is more."""
+    count = sum(map(len, runs))
+    if not count:
+        return 0.0
+    short = sum(significant_bits(x) <= SHORT_BITS for run in runs for x in run)
+    repeated = sum(len(run) - len(set(run)) for run in runs)
+    return max(short, repeated) / count
+
+
+def fineness(plain: Any, levers: Any, torch: Any) -> list[tuple[str, float, float, str]]:
+    """``(name, value, limit, why)`` of what two plays (``replay.Played``) of the same steps tell of the resolution of the second.
+
+    Each value is a share beyond that of the plain play: of the losses among the outputs, or of the elements of the worst tensor.
+    """
+    gradients = list(_pairs(plain.gradients, levers.gradients))
+    both = [*_pairs(plain.outputs, levers.outputs), *gradients]
+    short = max(0.0, _losses_of(levers) - _losses_of(plain))
+    flushed = max((_flushed(p, x) for p, x in gradients), default=0.0)
+    few = max((_few_bits(x, torch) - _few_bits(p, torch) for p, x in gradients), default=0.0)
+    saturated = max((_saturated(x) - _saturated(p) for p, x in both), default=0.0)
+    few, saturated = max(0.0, few), max(0.0, saturated)
+    return [
+        ("resolution", short, SHORT_SHARE, f"{short:.0%} of the losses that the module computes have at most {SHORT_BITS} significant bits"),
+        ("flushed", flushed, FLUSHED_SHARE, f"{flushed:.0%} of the elements of one gradient are zero where those of the plain step are not"),
+        ("bits", few, FEW_BITS_SHARE, f"{few:.0%} of the elements of one gradient have at most {FEW_BITS} significant bits"),
+        ("saturated", saturated, SATURATED_SHARE, f"{saturated:.0%} of the elements of one tensor are its largest or smallest value"),
+    ]
+
+
+def _losses_of(played: Any) -> float:
+    """Losses are the outputs without a dimension: one output of a batch of one has one."""
+    scalars = [float(out) for outputs in played.outputs for out in outputs if out.dim() == 0]
+    return sum(significant_bits(x) <= SHORT_BITS for x in scalars) / len(scalars) if scalars else 0.0
+
+
+def _pairs(plain: Sequence[Sequence[Any]], levers: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, Any]]:
+    for x, y in zip(plain, levers, strict=True):
+        for p, other in zip(x, y, strict=False):
+            if p is not None and other is not None and p.shape == other.shape and p.numel() >= FEWEST_ELEMENTS:
+                yield p, other
+
+
+def _flushed(plain: Any, levers: Any) -> float:
+    """Zeros that the plain gradient has not, less those that only it has: an activation near its kink may be on either side."""
+    counted = plain.abs() > TOO_SMALL * plain.abs().max()
+    if int(counted.sum()) < FEWEST_ELEMENTS:
+        return 0.0
+    lost = int(((levers == 0) & counted).sum()) - int(((plain == 0) & (levers != 0)).sum())
+    return max(0, lost) / int(counted.sum())
+
+
+def _few_bits(x: Any, torch: Any) -> float:
+    x = x[(x != 0) & x.isfinite()]
+    if x.numel() < FEWEST_ELEMENTS:
+        return 0.0
+    scaled = torch.frexp(x.float())[0] * 2**FEW_BITS
+    return float((scaled == scaled.round()).float().mean())
+
+
+def _saturated(x: Any) -> float:
+    x = x[x.isfinite()]
+    return max(float((x == x.max()).float().mean()), float((x == x.min()).float().mean())) if x.numel() >= FEWEST_ELEMENTS else 0.0

@@ -1,0 +1,178 @@
+"""Samples as they are kept: images as they were before anything random happened to them, and the calls that are left to do.
+
+A kept sample is a tuple of the sample with a `Result` in the place of each image, the source images, and the calls in the order in which the data
+set's code made them. To replay it is to make these calls again, so every random number is drawn in the plain order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from flatout.pipeline.deferred import become, deferred, is_deferred
+from flatout.pipeline.deferring import Deferring
+from flatout.pipeline.finishing import Work
+from flatout.pipeline.intercept import Plain, recording
+from flatout.pipeline.lowering import form_of, name_of, shape_of
+from flatout.pipeline.operation import Shape, Unknown
+from flatout.pipeline.pipelines import Pipeline, Pipelines
+from flatout.pipeline.store import Constant, mapped
+
+
+class Result(Constant):
+    """Stands in a kept sample for what a call returned."""
+
+
+@dataclass(frozen=True)
+class Program(Constant):
+    """The calls of one sample: the number of a pipeline, and the source or the earlier call (counted from -1 downwards) it starts from."""
+
+    calls: tuple[tuple[int, int], ...] = ()
+
+
+class StandIn:
+    """What an unread transform returned, while its sample is kept. Anything but handing it on fails."""
+
+    __slots__ = ("pipeline", "turn")
+
+    def __init__(self, pipeline: Pipeline, turn: int) -> None:
+        self.pipeline = pipeline
+        self.turn = turn
+
+
+class Keeping:
+    """The recorder of one sample that is to be kept: draws nothing, and answers images that nobody may look at."""
+
+    def __init__(self, pipelines: Pipelines) -> None:
+        self._pipelines = pipelines
+        self._sources: list[Any] = []
+        self._known: dict[tuple[int, ...], int] = {}  # an image and the steps done to it -> its source
+        self._alive: list[Any] = []  # so that no identity is given away again
+        self._calls: list[tuple[int, int]] = []
+        self._why_not = ""
+
+    def call(self, transform: Any, image: Any, plain: Plain) -> Any:
+        parent, turn = _made_by(image)
+        pipeline = self._pipelines.of(parent, transform)
+        if pipeline is None:
+            if parent is not None:
+                self._why_not = f"{type(transform).__name__} looks at an image that is made only with its batch"
+            with recording(None):
+                return plain(transform, image)
+        with recording(None):
+            return self._left(pipeline, -1 - turn) if parent is not None else self._begun(pipeline, image)
+
+    @property
+    def answered(self) -> bool:
+        """Whether any call was answered with an image that nobody may look at."""
+        return bool(self._calls)
+
+    def reseeded(self) -> None:
+        self._why_not = "the data set sets torch's random generator itself"
+
+    def look(self, image: Any) -> None:
+        """The sample depends on an image whose random numbers are drawn with its batch."""
+        work: Work = vars(image)["pending"]
+        self._why_not = f"the data set looks at the images that {work.pipeline.name} returns"
+        value = work.pixels
+        for step in work.pipeline.steps[work.pipeline.kept:]:
+            value = step(value)
+        become(image, value)
+
+    def stack(self, images: Sequence[Any]) -> Tensor | None:
+        for image in images:
+            if is_deferred(image):
+                self.look(image)
+        return None
+
+    def sample(self, sample: Any) -> tuple[Any, tuple[Any, ...], Program]:
+        """The sample as it is kept. Raises Unknown where it cannot be."""
+        if self._why_not:
+            raise Unknown(self._why_not)
+        results = 0
+
+        def kept(value: Any) -> Any:
+            nonlocal results
+            pipeline, turn = _made_by(value)
+            results += pipeline is not None
+            return value if pipeline is None else Result(turn)
+
+        structure = mapped(sample, kept)
+        if not results and self._calls:
+            raise Unknown("the data set does something else with what its transforms return")
+        return structure, tuple(self._sources), Program(calls=tuple(self._calls))
+
+    def _begun(self, pipeline: Pipeline, image: Any) -> Any:
+        lowered = pipeline.lowered
+        key = id(image), *map(id, pipeline.steps[:pipeline.kept])
+        if key not in self._known:
+            self._alive.append(image)
+            for step in pipeline.steps[:pipeline.kept]:
+                image = step(image)
+            if lowered is not None and pipeline.kept == pipeline.start and form_of(image) != lowered.entry:
+                self._why_not = "an image is of another kind than those that its pipeline was read with"
+            if all(map(_reads_pixels_alone, pipeline.steps[pipeline.kept:])):
+                image = _bare(image)
+            self._known[key] = len(self._sources)
+            self._sources.append(image)
+        return self._left(pipeline, self._known[key])
+
+    def _left(self, pipeline: Pipeline, start: int) -> Any:
+        """What the data set's code is given for a call that is left to do."""
+        turn = len(self._calls)
+        self._calls.append((pipeline.number, start))
+        if pipeline.lowered is None or pipeline.kept < pipeline.start:
+            return StandIn(pipeline, turn)
+        source = self._sources[self._root(start)]
+        shape = shape_of(source)
+        out: Shape | None = shape
+        for each in pipeline.line:
+            out = each.out(out) if out is not None else None
+        if out is None:
+            self._why_not = f"torchvision rejects an image of {tuple(shape)}"
+            return StandIn(pipeline, turn)
+        return deferred(Work(self, pipeline, source, shape, out, (), turn))
+
+    def _root(self, start: int) -> int:
+        while start < 0:
+            start = self._calls[-1 - start][1]
+        return start
+
+
+def _made_by(value: Any) -> tuple[Pipeline | None, int]:
+    """The pipeline and the turn of the call whose result is left to do; None for every other value."""
+    if type(value) is StandIn:
+        return value.pipeline, value.turn
+    if is_deferred(value):
+        work: Work = vars(value)["pending"]
+        return work.pipeline, work.turn
+    return None, 0
+
+
+def _reads_pixels_alone(step: Any) -> bool:
+    """Whether it is a transform of torchvision's that runs no function of the program's."""
+    inner = getattr(step, "transforms", ())
+    return name_of(step)[3:] not in ("", "Lambda") and all(map(_reads_pixels_alone, inner if isinstance(inner, (list, tuple)) else ()))
+
+
+def _bare(image: Any) -> Any:
+    """A PIL image without what its file told beside the pixels."""
+    if hasattr(image, "getbands") and "transparency" not in image.info:
+        image = image.copy()
+        image.info = {}
+    return image
+
+
+def replayed(kept: tuple[Any, tuple[Any, ...], Program], pipelines: Pipelines, recorder: Deferring) -> Any:
+    """The sample of what was kept, with its calls made again."""
+    structure, sources, program = kept
+    results: list[Any] = []
+    with recording(None):
+        for number, start in program.calls:
+            pipeline = pipelines.found[number]
+            image, done = (sources[start], pipeline.kept) if start >= 0 else (results[-1 - start], 0)
+            results.append(recorder.resume(pipeline, image, done))
+    return mapped(structure, lambda value: results[value.number] if type(value) is Result else value)

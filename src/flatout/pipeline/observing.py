@@ -1,0 +1,204 @@
+"""The recorder that watches the plain calls of transforms, and what is read from them: the pipelines that can be followed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from flatout.pipeline.deferring import Deferring
+from flatout.pipeline.intercept import Plain, package_of, recording
+from flatout.pipeline.likeness import different
+from flatout.pipeline.lowering import Lowered, copied, deterministic, extended, lower, same_pixels
+from flatout.pipeline.operation import Unknown
+from flatout.pipeline.pipelines import Pipeline, Pipelines, parameters_of, steps_of
+from flatout.pipeline.streams import put_back, same_states, states
+
+MOST_CALLS = 8  # of one transform that are remembered
+ONE_BY_ONE = {
+    "albumentations": "albumentations computes with OpenCV and draws from generators of its own, so its images are made one by one",
+    "kornia": "kornia draws the numbers of a whole batch in another order than those of its images, so its images are made one by one",
+}
+
+
+class InPlace(Unknown):
+    """To look at a sample is to change it."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a transform as it was: the image that entered, what was returned, and the random generators around it.
+
+    ``parent`` is the call whose result entered.
+    """
+
+    transform: Any
+    parent: Call | None
+    image: Any
+    result: Any
+    before: Any
+    after: Any
+    in_place: bool
+
+    @property
+    def chain(self) -> list[Call]:
+        """The calls that the image went through, this one at the end."""
+        return [*(self.parent.chain if self.parent is not None else ()), self]
+
+
+class Observer:
+    """Remembers the first calls of each transform. ``on_copies``: transforms are given copies of images, so that none is changed."""
+
+    def __init__(self, own: Sequence[Any], on_copies: bool) -> None:
+        self._own = own
+        self._on_copies = on_copies
+        self._counts: Counter[int] = Counter()
+        self._made: dict[int, tuple[Any, Call]] = {}
+        self.calls: list[Call] = []
+
+    def call(self, transform: Any, image: Any, plain: Plain) -> Any:
+        if self._counts[id(transform)] >= MOST_CALLS or not is_image(image):
+            with recording(None):
+                return plain(transform, image)
+        self._counts[id(transform)] += 1
+        entered, given = copied(image), copied(image) if self._on_copies else image
+        before = states(self._own)
+        with recording(None):
+            result = plain(transform, given)
+        parent = self._made.get(id(image), (None, None))[1]
+        call = Call(transform, parent, entered, copied(result), before, states(self._own), not same_pixels(entered, given))
+        self.calls.append(call)
+        self._made[id(result)] = result, call
+        return result
+
+    def reseeded(self) -> None:
+        """Nothing: each call is remembered with the generators around it."""
+
+
+def is_image(thing: Any) -> bool:
+    return isinstance(thing, Tensor) or hasattr(thing, "getbands") or (type(thing).__module__ == "numpy" and type(thing).__name__ == "ndarray")
+
+
+@dataclass
+class Reading:
+    """How pipelines are read: with a batch in view, or only for what comes before samples are kept."""
+
+    batched: bool
+    light: bool
+    keeping: bool
+    own: Sequence[Any] = ()
+
+    def add(self, pipelines: Pipelines, calls: Sequence[Call]) -> list[str]:
+        """Read what these calls show. Answers why some transforms are not done to batches. Moves random generators.
+
+        Raises InPlace where a transform writes into the image that it was given.
+        """
+        reasons: dict[str, None] = {}
+        if any(call.in_place for call in calls):
+            raise InPlace("its transforms change the images of the data set in place")
+        fed = {id(call.parent.transform) for call in calls if call.parent is not None}
+        groups: dict[int, list[Call]] = {}
+        for call in calls:
+            groups.setdefault(id(call.transform), []).append(call)
+        for group in groups.values():
+            pipelines.meet(group[0].transform)
+            self._try(pipelines, None, group, id(group[0].transform) in fed, reasons)
+        tried: set[tuple[int, int]] = set()
+        for call in calls:  # those before come first
+            for parent in _of_call(pipelines, call.parent):
+                if (id(parent), id(call.transform)) not in tried:
+                    tried.add((id(parent), id(call.transform)))
+                    group = [other for other in calls if other.transform is call.transform and parent in _of_call(pipelines, other.parent)]
+                    self._try(pipelines, parent, group, id(call.transform) in fed, reasons)
+        return list(reasons)
+
+    def _try(self, pipelines: Pipelines, parent: Pipeline | None, group: list[Call], feeds: bool, reasons: dict[str, None]) -> None:
+        """Add the pipeline of these calls, if there is one."""
+        transform = group[0].transform
+        lowered = None
+        if self.batched:
+            try:
+                lowered = self._lowered(parent, group, feeds)
+            except Unknown as why:
+                reasons[ONE_BY_ONE.get(package_of(transform), str(why))] = None
+        if lowered is None and (not self.keeping or (parent is not None and parent.lowered is not None)):
+            return
+        if lowered is not None and lowered.exit.kind == "tensor" and {type(call.result) for call in group} == {Tensor}:
+            lowered = replace(lowered, exit=replace(lowered.exit, tv=False))  # version 1 makes plain tensors of torchvision's images
+        pipeline = self._pipeline(len(pipelines.found), parent, transform, lowered, group)
+        if lowered is not None:
+            why_not = _misread(pipeline, group, self.own)
+            pipeline.forget()
+            if why_not:
+                reasons[why_not] = None
+                if not self.keeping or parent is not None:
+                    return
+                pipeline = self._pipeline(len(pipelines.found), None, transform, None, group)
+            else:
+                reasons.update(dict.fromkeys(lowered.reasons))
+        if pipeline.lowered is not None or pipeline.kept < len(pipeline.steps):
+            pipelines.add(pipeline)
+        else:
+            pipelines.finished.append(pipeline.parameters)
+
+    def _lowered(self, parent: Pipeline | None, group: list[Call], feeds: bool) -> Lowered:
+        transform = group[0].transform
+        if package_of(transform) in ONE_BY_ONE:
+            raise Unknown(ONE_BY_ONE[package_of(transform)])
+        if parent is None:
+            return lower(transform, [copied(call.image) for call in group], self.light, unfinished=feeds)
+        if parent.lowered is None:
+            raise Unknown(f"{parent.name} stays with the single image")
+        found = extended(parent.lowered, transform, self.light)
+        if found.exit.kind == "pil" and not feeds:
+            raise Unknown("none of its transforms makes a tensor")
+        return found
+
+    def _pipeline(self, number: int, parent: Pipeline | None, transform: Any, lowered: Lowered | None, group: list[Call]) -> Pipeline:
+        mine = steps_of(transform)
+        steps = (*(parent.steps if parent is not None else ()), *mine)
+        start = lowered.start if lowered is not None else len(steps)
+        kept = parent.kept if parent is not None else 0
+        if parent is None and self.keeping:
+            kept = deterministic(steps[:start], [copied(call.image) for call in group])
+        read = steps[start:lowered.end] if lowered is not None else ()
+        tensors = [call.result for call in group if isinstance(call.result, Tensor) and call.result.dim() == 3]
+        permuted = bool(tensors) and all(_is_permuted(each) for each in tensors)
+        return Pipeline(number, parent, transform, steps, kept, start, lowered, parameters_of(transform, (*steps[:kept], *read)), permuted)
+
+
+def _is_permuted(image: Tensor) -> bool:
+    return not image.is_contiguous() and image.permute(1, 2, 0).is_contiguous()
+
+
+def _of_call(pipelines: Pipelines, call: Call | None) -> list[Pipeline]:
+    """The pipelines that a call belongs to: as the first, and behind each of those of the call before."""
+    if call is None:
+        return []
+    found = [pipelines.of(parent, call.transform) for parent in (None, *_of_call(pipelines, call.parent))]
+    return [pipeline for pipeline in found if pipeline is not None]
+
+
+def _misread(pipeline: Pipeline, calls: Sequence[Call], own: Sequence[Any]) -> str:
+    """Why a pipeline does not do what its calls did; nothing where it does: the same images, and the same random numbers."""
+    line = pipeline.line
+    for call in calls:
+        chain = call.chain[-len(line):]
+        if len(chain) < len(line) or any(each.transform is not link.transform for each, link in zip(chain, line, strict=True)):
+            continue
+        recorder = Deferring(Pipelines(), at_once=True)
+        image = copied(chain[0].image)
+        with recording(None):
+            for each, link in zip(chain, line, strict=True):
+                put_back(each.before)
+                image = recorder.resume(link, image, 0)
+                if not same_states(states(own), each.after):
+                    return f"{link.name} draws its random numbers in an order that is not known"
+            recorder.close()
+            why = different(call.result, image, pipeline.apart, layout=False)
+        if why:
+            return f"the images of {pipeline.name} would not be the same in a batch: {why}"
+    return ""

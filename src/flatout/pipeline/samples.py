@@ -1,0 +1,156 @@
+"""The samples of one data set that are kept: filled as they are asked for, watched for changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.pipeline.changes import Contents
+from flatout.pipeline.inspection import aside
+from flatout.pipeline.intercept import recording
+from flatout.pipeline.keeping import Keep, proved_store
+from flatout.pipeline.kept import Keeping
+from flatout.pipeline.operation import Unknown
+from flatout.pipeline.pipelines import Pipelines
+from flatout.pipeline.source import fetched
+from flatout.pipeline.store import Store
+from flatout.pipeline.streams import put_back, same_states, states
+
+AT_A_TIME = 256  # samples that are fetched together when all are kept ahead
+WATCHED_CLOSELY = 64  # batches in which one kept sample is fetched again; later in every eighth
+CHANGED = "samples are no longer kept: the script has changed its data set"
+
+
+class KeptSamples:
+    """Raises Unknown, with the reason, from whatever finds that samples may not be kept any more.
+
+    ``shared``: loader workers fill the same store. ``own`` are the random generators of the data set.
+    """
+
+    def __init__(self, dataset: Any, keep: Keep, pipelines: Pipelines, shared: bool, own: Sequence[Any]) -> None:
+        self.dataset = dataset
+        self.pipelines = pipelines
+        self.keep = keep
+        self.own = own
+        copy = aside(dataset)
+        self.store: Store = proved_store(copy, lambda index: self._sample(copy, index), keep, shared, own)
+        self.contents: Contents | None = Contents(dataset)
+        self._fetched = False  # whatever changes while a sample is fetched was changed by the data set's own code
+        self._batches = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker that starts from nothing: it reads the pipelines by itself, and looks at its own data set."""
+        return {**vars(self), "pipelines": Pipelines(), "own": [], "contents": None}
+
+    def close(self) -> None:
+        self.keep.memory.left_bytes += self.store.bytes
+
+    def fill_all(self) -> None:
+        if self.keep.handed_on is None:
+            self._fetch_missing()
+        else:
+            self.keep.handed_on.fill(self.store, self._holds, self._fetch_missing)
+        self.remember()
+
+    def _fetch_missing(self) -> None:
+        missing = (~self.store.filled).nonzero().flatten().tolist()
+        for at in range(0, len(missing), AT_A_TIME):
+            self._fill(missing[at:at + AT_A_TIME], self.dataset)
+
+    def rows(self, indices: Sequence[Any], dataset: Any) -> Tensor | None:
+        """The rows of these samples, fetched from ``dataset`` and kept where they were not yet; None where one of them has no row."""
+        if self.contents is not None and self.contents.changed():
+            raise Unknown(CHANGED)
+        self._fetched = True
+        if {*map(type, indices)} != {int} or min(indices) < 0 or max(indices) >= self.store.rows:
+            return None
+        self._fetched = False
+        rows = torch.tensor(indices)
+        missing = rows[~self.store.filled[rows]].unique().tolist()
+        if missing:
+            self._fill(missing, dataset)
+        self._batches += 1
+        if self._batches <= WATCHED_CLOSELY or self._batches % 8 == 0:
+            self._watch(indices[self._batches % len(indices)], dataset)
+        return rows
+
+    def remember(self) -> None:
+        """The data set should stay as it is now."""
+        if self.contents is not None:
+            self.contents.remember()
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the data set is not, or may not be, what samples were kept of."""
+        return self.contents is None or self.contents.changed()
+
+    def pipelines_are(self, signature: Any, pipelines: Pipelines) -> bool:
+        """In a worker: whether samples can be replayed with these pipelines, as with those that have this signature."""
+        self.pipelines = pipelines
+        return bool(pipelines.signature() == signature)
+
+    def after_batch(self) -> None:
+        if self._fetched:
+            self.remember()
+
+    def _sample(self, dataset: Any, index: int) -> Any:
+        self._fetched = True
+        keeping = Keeping(self.pipelines)
+        try:
+            with recording(keeping):
+                sample = fetched(dataset, [index])[0]
+        except Exception as error:
+            if keeping.answered:  # the data set's code was given something that is no image yet
+                raise Unknown("the data set looks at images whose random numbers are drawn with their batch") from error
+            raise
+        return keeping.sample(sample)
+
+    def _holds(self, index: int) -> bool:
+        """Whether the store has this sample as it is fetched now."""
+        before = states(self.own)
+        try:
+            same = self.store.holds(index, self._sample(self.dataset, index)) and same_states(before, states(self.own))
+        except Unknown:
+            same = False
+        if not same:
+            put_back(before)
+        return same
+
+    def _fill(self, indices: Sequence[int], dataset: Any) -> None:
+        before = states(self.own)
+        try:
+            samples = [self._sample(dataset, index) for index in indices]
+            if not same_states(before, states(self.own)):
+                raise Unknown("fetching a sample draws random numbers")
+            self.store.put(indices, samples)
+        except Unknown as why:
+            put_back(before)
+            raise Unknown(f"samples are no longer kept: {why}") from why
+
+    def _watch(self, index: int, dataset: Any) -> None:
+        """Fetch one of the kept samples again: data may change."""
+        before = states(self.own)
+        try:
+            sample = self._sample(dataset, index)
+        except Unknown as why:
+            put_back(before)
+            raise Unknown(f"samples are no longer kept: {why}") from why
+        if not same_states(before, states(self.own)):
+            put_back(before)
+            raise Unknown("samples are no longer kept: fetching one of them draws random numbers now")
+        if not self.store.holds(index, sample):
+            raise Unknown("samples are no longer kept: one of them has changed")
+
+
+def opened(dataset: Any, keep: Keep, pipelines: Pipelines, shared: bool, own: Sequence[Any], raw: bool) -> KeptSamples:
+    """A place for samples that have proved that they may be kept: with what is left to do, or (``raw``) as they come out. Raises Unknown."""
+    try:
+        return KeptSamples(dataset, keep, pipelines, shared, own)
+    except Unknown:
+        if not raw or not pipelines:
+            raise
+    pipelines.found.clear()
+    return KeptSamples(dataset, keep, pipelines, shared, own)

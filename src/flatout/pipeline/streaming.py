@@ -1,0 +1,56 @@
+"""Batches of an IterableDataset: nothing of it can be fetched twice, so its pipelines are read from the plain calls of the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flatout.pipeline.deferring import Deferring
+from flatout.pipeline.following import Following
+from flatout.pipeline.intercept import recording
+from flatout.pipeline.observing import Observer
+from flatout.pipeline.source import Box
+
+
+class Stream:
+    """Samples in boxes, and their collation. Random numbers are drawn as each transform is called: the plain order cannot be tried again."""
+
+    def __init__(self, following: Following, collate: Callable[[Any], Any]) -> None:
+        self._following = following
+        self._collate = collate
+        self._recorder: Deferring | Observer | None = None  # of the batch that is being fetched
+        self._started = False
+        following.at_once = True
+
+    def boxes(self, dataset: Any) -> Iterator[Box]:
+        samples = iter(dataset)
+        while True:
+            with recording(self._recorder_now()):
+                try:
+                    sample = next(samples)
+                except StopIteration:
+                    return
+            yield Box(sample)
+
+    def collated(self, boxes: list[Box]) -> Any:
+        recorder = self._recorder_now()
+        self._recorder = None
+        samples = [box.take() for box in boxes]
+        with recording(recorder):
+            if isinstance(recorder, Deferring):
+                recorder.collating = True
+            batch = self._collate(samples)
+            del samples
+            if isinstance(recorder, Deferring):
+                self._following.turn_off(recorder.close())
+                self._following.review()
+            else:
+                self._following.learn_first(recorder)
+        return batch
+
+    def _recorder_now(self) -> Deferring | Observer:
+        if self._recorder is None:
+            following = self._following
+            self._recorder = following.recorder() if self._started else Observer(following.own, on_copies=False)
+            self._started = True
+        return self._recorder

@@ -1,0 +1,122 @@
+"""Which lever a failure belongs to: never one, where the plain program ends in the same way.
+
+A program that was started under several levers and failed is started again under fewer, until no lever can be left out without the failure going away too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from flatout.measure.clock import seconds
+from flatout.plan.plan import Choice, Plan, spell
+from flatout.plan.records import TrialRecord
+from flatout.trial.blocks import LeverFailed
+from flatout.trial.parent import ProgramGone
+from flatout.tune.candidates import in_order
+from flatout.tune.together import Seen
+from flatout.tune.tuning import Tuning, last_line, why_gone
+
+LONGEST_S = 30.0  # of training, to see whether the plain program comes past the same tick
+FEWEST_BLOCKS = 6  # of a program that comes to its own end: its blocks are made short enough for so many
+
+
+def came_to_its_end(tuning: Tuning, gone: TrialRecord, ticks: int) -> bool:
+    """Whether the program ended by itself, as the plain one does: with its last line, or with an error of its own at that tick."""
+    ticks = max(ticks, _trained(gone))
+    if gone.status == "ended":
+        _note_length(tuning, ticks)
+        return True
+    if gone.status != "failed" or not ticks:
+        return False
+    if tuning.length_ticks is not None:
+        return abs(ticks - tuning.length_ticks) <= 2 * tuning.arena.block_ticks + 1
+    if not _plain_fails_by(tuning, ticks):
+        return False
+    _note_length(tuning, ticks)
+    return True
+
+
+def _trained(gone: TrialRecord) -> int:
+    """The ticks that a program trained for, its last block included, which it did not come to the end of."""
+    return max(0, (len(set(gone.loss_steps)) if gone.unit == "step" else len(gone.losses)) - 1)
+
+
+def _note_length(tuning: Tuning, ticks: int) -> None:
+    """A program of so many ticks is started again as often as the comparison needs; its blocks are short."""
+    warm = tuning.warm_ticks
+    tuning.length_ticks = max(ticks, tuning.length_ticks or 0)
+    tuning.arena.longest_ticks = max(2, min(tuning.arena.longest_ticks, (tuning.length_ticks - warm) // FEWEST_BLOCKS))
+
+
+def _plain_fails_by(tuning: Tuning, ticks: int) -> bool:
+    """Whether the plain program, too, is gone a little after so many ticks. What takes too long to find out counts as no."""
+    arena, beyond = tuning.arena, _beyond(tuning, ticks)
+    if tuning.furthest_plain > beyond or beyond * arena.tick_ms / 1000 > min(LONGEST_S, tuning.allowed_s()):
+        return False
+    tuning.watcher.stage("checking", "whether the plain program fails there, too")
+    return _failure(tuning, (), beyond) is not None
+
+
+def program_ended(tuning: Tuning, on: Collection[str], seen: Seen) -> None:
+    """What follows where a program in which these factors were on did not come through: nothing for its own end, else the lever is left out."""
+    choices = [tuning.choices[key] for key in on if key in tuning.choices]
+    if seen.left_out is not None:
+        name, reason = seen.left_out
+        for choice in choices:
+            if choice.name == name:
+                reject(tuning, choice, reason)
+    elif seen.gone is not None and not came_to_its_end(tuning, seen.gone, seen.ticks):
+        blame(tuning, choices, seen.gone, seen.ticks)
+
+
+def _beyond(tuning: Tuning, ticks: int) -> int:
+    """A tick that is surely after the one at which a program failed that was last seen after so many."""
+    return ticks + 2 * tuning.arena.block_ticks + 1
+
+
+def blame(tuning: Tuning, choices: Sequence[Choice], gone: TrialRecord, ticks: int) -> None:
+    """Reject the lever under which the program fails, or forbid the pair that does not work together."""
+    guilty = [choice for choice in choices if choice.name in tuning.candidates]
+    said, beyond = last_line(gone.reason), _beyond(tuning, max(ticks, _trained(gone)))
+    if not guilty:
+        return
+    while len(guilty) > 1 and seconds() < tuning.explore_until_s:
+        tuning.watcher.stage("checking", f"which of {in_order(guilty).describe()} the program does not survive")
+        half = len(guilty) // 2
+        parts = [guilty[:half], guilty[half:]] + ([[c for c in guilty if c is not one] for one in guilty] if len(guilty) > 2 else [])
+        smaller = next((part for part in parts if part and _failure(tuning, part, beyond) is not None), None)
+        if smaller is None:
+            break
+        guilty = smaller
+    if len(guilty) == 1:
+        reject(tuning, guilty[0], f"the program does not survive it: {said}")
+    elif len(guilty) == 2:
+        tuning.forbid(guilty[0].name, guilty[1].name)
+        tuning.note(in_order(guilty).describe(), "together", None, f"they do not work together: {said}", seconds())
+    else:
+        for choice in guilty:
+            reject(tuning, choice, f"the program failed under {in_order(guilty).describe()}, and there was no time to find out which of them it was: {said}")
+
+
+def reject(tuning: Tuning, choice: Choice, reason: str) -> None:
+    """Leave this value of a lever out of the search."""
+    candidate = tuning.candidates[choice.name]
+    candidate.without(choice.value, reason)
+    tuning.drop(spell(choice.name, choice.value))
+    tuning.note(spell(choice.name, choice.value), "processes", None, reason, seconds())
+
+
+def _failure(tuning: Tuning, choices: Sequence[Choice], ticks: int) -> str | None:
+    """What the program says as it fails under these within so many ticks; None where it comes through, or to its own end."""
+    try:
+        trial = tuning.enter(in_order(choices) if choices else Plan()).trial
+    except (ProgramGone, LeverFailed) as error:
+        return why_gone(error)
+    try:
+        if ticks > trial.ticks_done:
+            tuning.arena.run(trial, ticks - trial.ticks_done)
+    except ProgramGone as gone:
+        return None if gone.record.status == "ended" else why_gone(gone)
+    finally:
+        tuning.arena.dismiss(trial)
+    return None

@@ -1,0 +1,214 @@
+"""What each lever brings, from the times of all blocks together: one Bayesian regression on the log of the time of a block.
+
+    log ms = host + luck of the process + drift and moment of the machine + work of the tick window + effects of what is on + effects of pairs + noise
+
+Effects and pairs have Gaussian priors. Luck, work and moments (of two seconds) are random effects whose variances are estimated, the drift is a random walk
+in pieces, the noise has heavy tails (``mixed_model``). A factor that was never on keeps its prior. Priors shrink what little data says, which also undoes the
+selection of the luckiest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from flatout.tune.mixed_model import Component, Group, Part, solve
+from flatout.tune.one_thread import np
+from flatout.tune.space import Factor as Factor
+from flatout.tune.space import Space as Space
+
+REGRET_DRAWS = 200
+MOST_PIECES = 16  # of the drift, on each host
+HOST_SD = 3.0  # of a host's log time around the median: the times of programs differ by any factor
+BISECTIONS = 36
+QUANTILES = (0.5, 0.025, 0.975)
+
+Array = Any  # a numpy array; the shape is in each docstring
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some consecutive steps measured as one: ``ms`` a step.
+
+    ``at_s`` is the wall time in seconds. Blocks of different processes with the same ``window`` did the same work (the same ticks of the program).
+    """
+
+    process: int
+    on: frozenset[str]
+    at_s: float
+    window: int
+    ms: float
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Prior sds, all in log time. The variance components (luck, noise, work, drift, moment) have log-normal priors: median, and sd of the logarithm."""
+
+    tail: float = 4.0  # degrees of freedom, above 2, of the priors of effects and pairs: most are small, a few are large
+    pair: float = 0.035  # the scale of that; of effects it follows from their sd
+    known_pair: float = 0.1
+    misfit: float = 0.015  # of a whole set around the sum of its effects and pairs: three levers can interact too
+    luck: tuple[float, float] = (0.04, 0.6)
+    noise: tuple[float, float] = (0.05, 0.7)
+    noise_tail: float = 4.0  # degrees of freedom
+    work: tuple[float, float] = (0.01, 1.2)
+    drift: tuple[float, float] = (0.01, 0.8)  # of one piece
+    piece_s: float = 10.0  # shortest piece of the drift
+    moment: tuple[float, float] = (0.02, 1.0)
+    moment_s: float = 2.0  # clock rates and other processes change within seconds
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How many times as fast: the median and a 95 % interval of the posterior, and the chance that it is faster at all."""
+
+    median: float
+    low: float
+    high: float
+    chance: float
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The joint posterior of the effects. ``luck``, ``noise``, ``work``, ``misfit``: sds in log time. ``parts``: Gaussians over ``space.features``."""
+
+    space: Space
+    parts: tuple[Part, ...]
+    luck: float
+    noise: float
+    work: float
+    misfit: float
+    blocks: int
+    measured: frozenset[str]  # keys that were on in some block
+
+    @cached_property
+    def mean(self) -> Array:
+        """(factors + pairs,) posterior means."""
+        return sum(part.weight * part.mean for part in self.parts)
+
+    @cached_property
+    def cov(self) -> Array:
+        """(factors + pairs, factors + pairs), within and between the parts."""
+        between = [part.mean - self.mean for part in self.parts]
+        return sum(part.weight * (part.cov + np.outer(gap, gap)) for part, gap in zip(self.parts, between, strict=True))
+
+    def draws(self, n: int, seed: int = 0) -> Array:
+        """(n, factors + pairs) joint draws, the same for the same seed."""
+        rng = np.random.default_rng(seed)
+        counts = np.floor(np.cumsum([part.weight for part in self.parts]) * n + 0.5).astype(int)
+        found = []
+        for part, count in zip(self.parts, np.diff(counts, prepend=0), strict=True):
+            values, vectors = np.linalg.eigh(part.cov)
+            normal = rng.standard_normal((count, len(values)))
+            found.append(part.mean + normal * np.sqrt(np.maximum(values, 0.0)) @ vectors.T)
+        return np.vstack(found)
+
+    def gain(self, on: frozenset[str], against: frozenset[str] = frozenset()) -> Estimate:
+        """How many times as fast ``on`` is as ``against``. Raises ValueError for a key without a factor."""
+        a, b = self.space.features(self.space.rows([against, on]))
+        means = np.array([(a - b) @ part.mean for part in self.parts])
+        misfit = 2 * self.misfit**2 if on != against else 0.0
+        sds = np.sqrt(np.maximum([(a - b) @ part.cov @ (a - b) + misfit for part in self.parts], 1e-24))
+        weights = np.array([part.weight for part in self.parts])
+        median, low, high = (math.exp(_quantile(q, weights, means, sds)) for q in QUANTILES)
+        return Estimate(median, low, high, 1 - _below(0.0, weights, means, sds))
+
+    def effect(self, key: str, beside: frozenset[str] = frozenset()) -> Estimate:
+        """How many times as fast with ``key`` as without it, beside the others; another value of its lever gives way."""
+        lever = self.space.factors[self._column(key)].lever
+        rest = frozenset(other for other in beside if self.space.factors[self._column(other)].lever != lever)
+        return self.gain(rest | {key}, rest)
+
+    def _column(self, key: str) -> int:
+        self.space.rows([frozenset({key})])  # raises for an unknown one
+        return self.space.index[key]
+
+    def best(self, min_gain_per_lever: float = 0.003) -> frozenset[str]:
+        """The allowed set with the least expected log time, where each factor must bring at least ``min_gain_per_lever`` of it."""
+        return self.space.keys(self.space.best_rows(self.mean[None, :], min_gain_per_lever)[0])
+
+    @cached_property
+    def best_draws(self) -> tuple[Array, Array]:
+        """Draws (n, factors + pairs), and the best set of each, (n, factors) booleans."""
+        draws = self.draws(REGRET_DRAWS)
+        return draws, self.space.best_rows(draws)
+
+    def regret(self, on: frozenset[str]) -> float:
+        """The log time that is expected to be lost by choosing ``on`` now rather than what is really best."""
+        draws, best = self.best_draws
+        chosen = self.space.features(self.space.rows([on]))[0]
+        return float((draws @ chosen - (draws * self.space.features(best)).sum(axis=1)).mean())
+
+
+def fit(space: Space, blocks: Iterable[Block], spread: Spread = Spread()) -> Fitted:
+    """The posterior after these blocks, in any order; the prior where there are none. Raises ValueError for a time that is not positive and finite."""
+    ordered = sorted(blocks, key=lambda b: (b.host, b.process, b.at_s, b.window, b.ms, sorted(b.on)))
+    if any(not (block.ms > 0 and math.isfinite(block.ms)) for block in ordered):
+        raise ValueError("the time of a block must be a positive number of milliseconds")
+    prior_mean = np.concatenate([[factor.mean for factor in space.factors], np.zeros(len(space.pairs))])
+    prior_sd = np.concatenate([[factor.sd for factor in space.factors], np.where(space.known, spread.known_pair, spread.pair)])
+    if not ordered:
+        return Fitted(space, (Part(1.0, prior_mean, np.diag(prior_sd**2)),), spread.luck[0], spread.noise[0], spread.work[0], spread.misfit, 0, frozenset())
+    features = space.features(space.rows([block.on for block in ordered]))
+    active = np.flatnonzero(features.any(axis=0))
+    hosts = _indicators([block.host for block in ordered])
+    processes = _indicators([block.process for block in ordered])
+    windows = _indicators([block.window for block in ordered])
+    drift = _pieces(ordered, hosts, spread.piece_s)
+    first_s = {block.host: block.at_s for block in sorted(ordered, key=lambda b: -b.at_s)}
+    moments = _indicators([(block.host, int((block.at_s - first_s[block.host]) / spread.moment_s)) for block in ordered])
+    log_ms = np.log([block.ms for block in ordered])
+    scale = np.where(np.arange(len(prior_sd)) < len(space.factors), prior_sd * math.sqrt((spread.tail - 2) / spread.tail), prior_sd)
+    groups = [Group(len(active), scale[active], prior_mean[active], spread.tail), Group(hosts.shape[1], np.full(hosts.shape[1], HOST_SD)),
+              Group(processes.shape[1], Component(*spread.luck)), Group(windows.shape[1], Component(*spread.work)),
+              Group(drift.shape[1], Component(*spread.drift)), Group(moments.shape[1], Component(*spread.moment))]
+    found = solve(np.hstack([features[:, active], hosts, processes, windows, drift, moments]), log_ms - np.median(log_ms), groups, Component(*spread.noise),
+                  keep=slice(0, len(active)), mixed=2, tail=spread.noise_tail)
+    parts = tuple(_whole(part, active, prior_mean, prior_sd) for part in found.parts)
+    measured = frozenset().union(*(block.on for block in ordered))
+    return Fitted(space, parts, found.sds[2] or 0.0, found.noise, found.sds[3] or 0.0, spread.misfit, len(ordered), measured)
+
+
+def _whole(part: Part, active: Array, prior_mean: Array, prior_sd: Array) -> Part:
+    """The posterior of all columns: what was never on keeps its prior."""
+    mean, cov = prior_mean.copy(), np.diag(prior_sd**2)
+    mean[active] = part.mean
+    cov[np.ix_(active, active)] = part.cov
+    return Part(part.weight, mean, cov)
+
+
+def _indicators(labels: Sequence[Any]) -> Array:
+    """(n, distinct labels) floats."""
+    order = {label: at for at, label in enumerate(sorted(set(labels)))}
+    return np.eye(len(order))[[order[label] for label in labels]]
+
+
+def _pieces(blocks: Sequence[Block], hosts: Array, piece_s: float) -> Array:
+    """(n, pieces): how much of each piece of wall time has passed on a block's host. Coefficients are the steps of a random walk, linear within a piece."""
+    at_s = np.array([block.at_s for block in blocks])
+    found = []
+    for host in hosts.T:
+        here = at_s[host > 0]
+        count = min(MOST_PIECES, int((here.max() - here.min()) / piece_s))
+        edges = np.linspace(here.min(), here.max(), count + 1)
+        found += [host * np.clip((at_s - low) / (high - low), 0.0, 1.0) for low, high in itertools.pairwise(edges)]
+    return np.stack(found, axis=1) if found else np.zeros((len(blocks), 0))
+
+
+def _below(value: float, weights: Array, means: Array, sds: Array) -> float:
+    """The chance that a mixture of normal distributions is below ``value``."""
+    return float(sum(w * 0.5 * math.erfc((m - value) / (s * math.sqrt(2))) for w, m, s in zip(weights, means, sds, strict=True)))
+
+
+def _quantile(q: float, weights: Array, means: Array, sds: Array) -> float:
+    """By bisection."""
+    low, high = float((means - 12 * sds).min()), float((means + 12 * sds).max())
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _below(middle, weights, means, sds) < q else (low, middle)
+    return (low + high) / 2

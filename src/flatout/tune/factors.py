@@ -1,0 +1,71 @@
+"""What a search explores: a factor for each value of each lever that applies, with its prior."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from flatout.plan.plan import Choice, spell
+from flatout.plan.words import Moment
+from flatout.tune.effects import Block, Factor, Space
+from flatout.tune.prior import priors
+from flatout.tune.tuning import Tuning
+
+VALUES_A_LEVER = 3
+ALL_OF_IT = 0.7  # of the wait for data, in log time: what a good lever on the data path brings
+LEAST_SD = 0.05  # of a data lever: it can also take cores from the step
+HINTED = -0.05  # log time: what a profile has asked for is tried earlier
+CLOSURE = "a step of this program is a closure that lasts seconds; inside it nothing can be switched"
+EARLIER = "an earlier part of this search"
+KNOWN_PAIRS = frozenset(frozenset(pair) for pair in (
+    ("channels_last", "autocast"), ("autocast", "compile"), ("channels_last", "compile"), ("fused_ops", "compile"), ("threads", "loader"),
+    ("cached_prefix", "batched_transforms"), ("loader", "batched_transforms"), ("loader", "cached_prefix"), ("malloc", "fused_optimizer"),
+    ("malloc", "autocast")))
+
+
+def make_space(tuning: Tuning) -> None:
+    """A factor for each value of each lever that applies, with its prior.
+
+    Where the program makes its batches itself, a lever on the data path can bring no more than the wait for data, which is known.
+    """
+    ready, scene = tuning.observed.ready if tuning.observed else {}, tuning.session.scene
+    prior = priors(tuning.facts, scene, _phases(ready) if ready else {})
+    closure, factors = tuning.arena.unit != "step", []
+    alone = bool(ready) and all(loader["num_workers"] == 0 for loader in scene["loaders"])
+    most = -math.log(1 - min(0.95, _phases(ready)["data"]["share"])) if alone else 0.0
+    for candidate in tuning.candidates.values():
+        lever = candidate.lever
+        if not candidate.open:
+            continue
+        if closure and lever.moment not in (Moment.PROCESS, Moment.IMPORT, Moment.LOADER):
+            candidate.reason = CLOSURE
+            continue
+        for value in candidate.values[:VALUES_A_LEVER]:
+            key = spell(lever.name, value)
+            mean, sd, _ = prior(lever.name, value)
+            if lever.moment is Moment.LOADER and alone:
+                mean, sd = max(mean, -ALL_OF_IT * most), min(sd, max(LEAST_SD, ALL_OF_IT * most))
+            mean += HINTED if lever.name in tuning.goal.first else 0.0
+            tuning.choices[key] = Choice(lever.name, value)
+            factors.append(Factor(key, lever.name, lever.live and not closure, mean, sd, lever.warms_up))
+    levers = {factor.lever for factor in factors}
+    base = {choice.name for choice in tuning.base or ()}
+    excludes = {frozenset((name, other)) for name in levers for other in tuning.candidates[name].lever.excludes if other in levers}
+    needs = {name: tuple(n for n in tuning.candidates[name].lever.needs if n not in base) for name in levers}
+    tuning.space = Space(tuple(factors), frozenset(excludes), {name: n for name, n in needs.items() if n}, KNOWN_PAIRS)
+
+
+def _phases(ready: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """What the warm-up tells of a step: the wait for data, and the rest."""
+    step_ms = max(ready["tick_ms"], 1e-6)
+    data_ms = min(ready["data_ms"], step_ms)
+    return {"data": {"median_ms": data_ms, "share": data_ms / step_ms}, "other": {"median_ms": step_ms - data_ms, "share": 1 - data_ms / step_ms}}
+
+
+def recall(tuning: Tuning) -> None:
+    """Go on from what an interrupted session has measured: as if it came from another machine, for this one may have changed since."""
+    for old in tuning.session.blocks:
+        on = frozenset(old["on"])
+        if on <= tuning.choices.keys() and tuning.space.allowed(on):
+            tuning.blocks.append(Block(-1 - old["process"], on, old["at_s"], -1 - old["window"], old["ms"], EARLIER))

@@ -1,0 +1,98 @@
+"""Which levers of a plan the guard objects to: what it refuses is narrowed down to them, and the rest stands.
+
+    step      one step of the plain program done again under all live levers together, and where that fails under each alone
+    start     the first losses of a program under one lever alone, beside the plain program's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flatout.engine.guard import shake_for, start_agrees
+from flatout.plan.records import GuardRecord, TrialRecord
+from flatout.plan.words import Effect
+from flatout.trial.parent import ProgramGone
+from flatout.tune.candidates import Candidate, plan_of
+from flatout.tune.together import Asked, measure_together, step_again
+from flatout.tune.tuning import COMPILE_S, FEWEST_PAIRS, Tuning, why_gone
+
+AT_ONCE = 2
+
+
+def check_a_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate], dict[str, Any] | None]:
+    """The candidates without those that the replica of a step rejects, and what it found of the rest; None where there was nothing to check."""
+    checked = [c for c in tuned if c.effect is not Effect.EXACT and c.lever.live]
+    if not checked or tuning.arena.unit != "step":
+        return tuned, None
+    expected_s = tuning.replica_s + FEWEST_PAIRS * tuning.pair_s
+    if len(checked) < len(tuned) and tuning.allowed_s(overrun=True) < expected_s:  # what needs no check can still be confirmed
+        for candidate in checked:
+            candidate.reject(f"there was no time left to check its numerics and confirm it; give --budget {tuning.enough_m(expected_s)}m")
+        return [c for c in tuned if c not in checked], None
+    plain = tuning.plain_again()
+    if plain is None:
+        return tuned, {"failure": "there was no time to start the plain program for it"}
+    tuning.watcher.stage("guard", "one step done again plainly, under the levers, and in float64")
+    patience_s = 60 + 40 * tuning.arena.tick_ms / 1000 + (COMPILE_S if any(c.lever.warms_up for c in checked) else 0)
+    try:
+        answer = step_again(tuning.arena, plain, [c.choice for c in checked], patience_s)
+        rejected = _reject(tuned, answer)
+        if rejected and len(rejected) < len(checked):
+            checked = [c for c in checked if c not in rejected]
+            answer = step_again(tuning.arena, plain, [c.choice for c in checked], patience_s)
+            rejected += _reject(tuned, answer)
+    except ProgramGone as gone:
+        return tuned, {"failure": f"the program did not survive the replica of a step ({why_gone(gone)})"}
+    left = [c for c in tuned if c not in rejected]
+    return left, answer if any(c in left for c in checked) else None
+
+
+def _reject(tuned: Sequence[Candidate], answer: Mapping[str, Any]) -> list[Candidate]:
+    """The candidates that this replica speaks against, rejected with its reason."""
+    found = []
+    for candidate in tuned:
+        why = answer.get("wrong", {}).get(candidate.lever.name)
+        if why:
+            candidate.reject(f"the guard: {why}")
+            found.append(candidate)
+    return found
+
+
+def without_the_culprits(tuning: Tuning, attempt: Sequence[Candidate], verdict: GuardRecord, plain: Mapping[int, TrialRecord]) -> list[Candidate]:
+    """What is left of a rejected plan. A lever that fails alone is left out; where none does, those with the widest effect are."""
+    named = {name for check in verdict.checks if not check.passed for name in _levers_in(check.why, attempt)}
+    culprits = [c for c in attempt if c.lever.name in named] or _failing_alone(tuning, attempt, plain)
+    if not culprits:
+        widest = max(c.effect.rank for c in attempt)
+        culprits = [c for c in attempt if c.effect.rank == widest]
+    for candidate in culprits:
+        candidate.reject(candidate.reason if candidate.reason.startswith("the guard: ") else f"the guard: {verdict.why}")
+    return [c for c in attempt if c not in culprits]
+
+
+def _levers_in(why: str, attempt: Sequence[Candidate]) -> list[str]:
+    """The levers that a check names itself, as ``under NAME alone``."""
+    return [c.lever.name for c in attempt if f"under {c.lever.name} alone" in why]
+
+
+def _failing_alone(tuning: Tuning, attempt: Sequence[Candidate], plain: Mapping[int, TrialRecord]) -> list[Candidate]:
+    """Those under which, alone, the program's first losses are not the plain program's."""
+    seed = min(plain, default=0)
+    if seed not in plain:
+        return []
+    suspects: list[Candidate] = [c for c in attempt if c.effect is not Effect.EXACT] or list(attempt)
+    found = []
+    for at in range(0, len(suspects), AT_ONCE):
+        some = suspects[at:at + AT_ONCE]
+        tuning.watcher.stage("guard", f"the first losses under {' and under '.join(plan_of([c]).describe() for c in some)} alone")
+        asked = [Asked(plan_of([c]), (), seed, "record") for c in some]
+        for candidate, seen in zip(some, measure_together(tuning.arena, asked, 0.0, tuning.patience_s), strict=True):
+            shaken = tuning.shaken.get(shake_for(candidate.effect), ())
+            check = start_agrees(candidate.effect, plain[seed], seen.record, shaken) if seen.record is not None else None
+            if check is not None and not check.passed:
+                candidate.reject(f"the guard: under {candidate.lever.name} alone, {check.why}")
+                found.append(candidate)
+    return found
+
+

@@ -1,0 +1,140 @@
+"""How much each lever usually brings, before anything of this program is measured.
+
+The table beside this file, ``prior.json``, is made from recorded benchmarks by ``python bench/prior.py``. An effect is the natural logarithm of the
+time with the lever over the time without it: -0.1 is about 10 % faster, 0 no change. Each entry has the mean and the standard deviation that
+the effect has on a program that was not measured yet, and the number of records behind it. With few records the standard deviation is wide.
+
+A program is described by its device, and by its kind on three axes: its layers, the length of its step, and whether it waits for data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flatout.plan.facts import Facts
+from flatout.plan.folder import read_json
+from flatout.plan.lever import Value
+
+TABLE_FILE = Path(__file__).with_name("prior.json")
+ANY = "any"  # every kind of program
+ANY_VALUE = "*"  # every value of the lever
+BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
+TINY_STEP_MS = 5.0
+DATA_BOUND_SHARE = 0.25  # of the step
+OTHER_PROCESSOR = 1.5  # factor on the standard deviation of what was measured on another kind of processor
+
+CONVOLUTIONS, RECURRENT, TRANSFORMER, DENSE = "convolutions", "recurrent", "transformer", "dense"
+TINY_STEPS, LONG_STEPS = "tiny steps", "long steps"
+DATA_BOUND, COMPUTE_BOUND = "data-bound", "compute-bound"
+CPU, CPU_BF16, CUDA = "cpu", "cpu with bf16", "cuda"
+
+
+class Prior(NamedTuple):
+    """``mean`` and ``sd`` of an effect, as natural logarithms of a ratio of times (negative is faster), and ``n`` records behind them."""
+
+    mean: float
+    sd: float
+    n: int
+
+
+NEUTRAL = Prior(0.0, 0.25, 0)
+Entries = dict[tuple[str, str, str], dict[str, Prior]]  # (lever, value, device) -> kind of program -> effect
+
+
+def device_kind(facts: Facts, device: str | None = None) -> str:
+    """``device`` is where the program trains, "cpu" or "cuda"; without it, the machine's GPU counts where there is one."""
+    if device == CUDA or (device is None and facts.cuda):
+        return CUDA
+    return CPU_BF16 if BF16_FLAGS & set(facts.cpu_flags) else CPU
+
+
+def layer_kinds(layers: Iterable[str]) -> tuple[str, ...]:
+    """The kinds that class names of modules tell; none where no name is known."""
+    names = set(layers)
+    kinds = [CONVOLUTIONS] if any(name.startswith(("Conv", "LazyConv")) and name[-1:] == "d" for name in names) else []
+    if any(name.startswith(("RNN", "LSTM", "GRU")) for name in names):
+        kinds.append(RECURRENT)
+    normalised = any(name.endswith(("LayerNorm", "RMSNorm")) for name in names)
+    if any("attention" in name.lower() or name.startswith("Transformer") for name in names) or (normalised and "Embedding" in names and not kinds):
+        kinds.append(TRANSFORMER)
+    return tuple(kinds) or ((DENSE,) if names else ())
+
+
+def kinds_of(scene: Mapping[str, Any], phases: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
+    """The kinds of a program. ``scene`` is what ``describe`` of the training context gives, with class names in ``layers``; ``phases`` holds for each phase of
+    a step ``median_ms`` and ``share``. What is missing leaves its axis out."""
+    kinds = list(layer_kinds(scene.get("layers", ())))
+    step_ms = sum(phase["median_ms"] for phase in phases.values())
+    if step_ms > 0:
+        kinds.append(TINY_STEPS if step_ms < TINY_STEP_MS else LONG_STEPS)
+    if "data" in phases:
+        kinds.append(DATA_BOUND if phases["data"]["share"] >= DATA_BOUND_SHARE else COMPUTE_BOUND)
+    return tuple(kinds)
+
+
+def value_key(lever: str, value: Value, cores: int) -> str:
+    """A value as the table spells it: words and flags as they are, sizes left out, numbers of threads as a share of the cores."""
+    if isinstance(value, dict):
+        parts = (f"{key}={item}" if isinstance(item, (bool, str)) or item == 0 else key for key, item in sorted(value.items()))
+        return ", ".join(parts)
+    if lever == "threads" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return "half of the cores or more" if 2 * value >= cores else "less than half of the cores"
+    return "on" if value is True else str(value)
+
+
+def entries_of(table: Mapping[str, Any]) -> Entries:
+    """The rows of a table by lever, value and device. Raises KeyError where a row lacks a field."""
+    found: Entries = {}
+    for row in table["entries"]:
+        found.setdefault((row["lever"], row["value"], row["device"]), {})[row["kind"]] = Prior(row["mean"], row["sd"], row["n"])
+    return found
+
+
+@cache
+def committed_entries() -> Entries:
+    """The packaged table; empty where the file is missing or damaged, so that every lever gets the neutral prior."""
+    table = read_json(TABLE_FILE)
+    try:
+        return entries_of(table) if isinstance(table, dict) else {}
+    except (KeyError, TypeError):
+        return {}
+
+
+def priors(facts: Facts, scene_description: Mapping[str, Any], phases: Mapping[str, Mapping[str, float]],
+           entries: Entries | None = None) -> Callable[[str, Value], Prior]:
+    """A function that gives the prior of a lever and a value in this program; NEUTRAL where the table has nothing to say.
+
+    A value that has no entry gets that of all values of its lever. Records of CPUs with bfloat16 and without it speak of each other with a wider
+    standard deviation; the narrower of the two priors counts.
+    """
+    table = committed_entries() if entries is None else entries
+    kinds = kinds_of(scene_description, phases)
+    device = device_kind(facts, scene_description.get("device"))
+
+    where = {CPU: ((CPU, 1.0), (CPU_BF16, OTHER_PROCESSOR)), CPU_BF16: ((CPU_BF16, 1.0), (CPU, OTHER_PROCESSOR))}.get(device, ((device, 1.0),))
+
+    def prior(lever: str, value: Value) -> Prior:
+        for key in (value_key(lever, value, facts.cores), ANY_VALUE):
+            found = [(clearest(by_kind, kinds), widened) for place, widened in where if (by_kind := table.get((lever, key, place)))]
+            if found:
+                return min((Prior(entry.mean, entry.sd * widened, entry.n) for entry, widened in found), key=lambda each: each.sd)
+        return NEUTRAL
+
+    return prior
+
+
+def clearest(by_kind: Mapping[str, Prior], kinds: Iterable[str]) -> Prior:
+    """Of the kinds that a program belongs to, the entry that differs most clearly from that of all programs; that of all programs where none differs.
+
+    "Clearly" is the difference of the means in standard errors of the kind's mean.
+    """
+    every = by_kind[ANY]
+
+    def clearness(entry: Prior) -> float:
+        return abs(entry.mean - every.mean) * math.sqrt(entry.n) / entry.sd
+
+    return max([every, *(by_kind[kind] for kind in kinds if kind in by_kind)], key=clearness)

@@ -1,0 +1,238 @@
+"""What a search may switch on: factors, and which sets of them are allowed together.
+
+Sets of keys are what callers see. Inside, a set is a row of booleans, one column a factor, in the order of ``Space.factors``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from flatout.tune.one_thread import np
+
+MOST_ROWS = 8192  # so many sets are enumerated; beyond that sets are searched
+MOST_SWEEPS = 12  # of the coordinate descent
+DESCENT_STARTS = 512  # sampled sets, the best of which is a second start of the descent
+SMALLEST_STEP = 1e-12  # in log time
+
+Array = Any  # a numpy array; the shape is in each docstring
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One lever with one value. Factors of one lever exclude each other.
+
+    ``mean`` and ``sd`` are the prior of its effect on the log of the step time: negative is faster. ``live``: it can be switched between two steps.
+    ``warms_up``: what follows a switch is slow for long, so that it is on for the whole life of a process or not at all.
+    """
+
+    key: str
+    lever: str
+    live: bool
+    mean: float = 0.0
+    sd: float = 0.15
+    warms_up: bool = False
+
+    @property
+    def switched(self) -> bool:
+        """Whether it is switched between the blocks of one process."""
+        return self.live and not self.warms_up
+
+
+@dataclass(frozen=True)
+class Space:
+    """All factors of a search. ``excludes`` and ``known_pairs`` are pairs of levers; ``needs`` maps a lever to the levers that it needs, all of them.
+
+    ``known_pairs`` have a wider prior of their interaction. A lever that needs one without a factor here is never allowed.
+    Raises ValueError for a key that occurs twice.
+    """
+
+    factors: tuple[Factor, ...]
+    excludes: frozenset[frozenset[str]] = frozenset()
+    needs: Mapping[str, Iterable[str]] = field(default_factory=dict)
+    known_pairs: frozenset[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        keys = [factor.key for factor in self.factors]
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"a key occurs twice among the factors: {sorted(key for key in set(keys) if keys.count(key) > 1)}")
+
+    # -- columns ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """The column of each key."""
+        return {factor.key: at for at, factor in enumerate(self.factors)}
+
+    @cached_property
+    def columns_of(self) -> dict[str, list[int]]:
+        """The columns of each lever, in the order of the factors."""
+        found: dict[str, list[int]] = {}
+        for at, factor in enumerate(self.factors):
+            found.setdefault(factor.lever, []).append(at)
+        return found
+
+    @cached_property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Columns that can be on together."""
+        levers = [factor.lever for factor in self.factors]
+        return [(i, j) for i, j in itertools.combinations(range(len(levers)), 2)
+                if levers[i] != levers[j] and frozenset((levers[i], levers[j])) not in self.excludes]
+
+    @cached_property
+    def known(self) -> Array:
+        """(pairs,) booleans: whether the levers of each pair are among ``known_pairs``."""
+        return np.array([frozenset((self.factors[i].lever, self.factors[j].lever)) in self.known_pairs for i, j in self.pairs], dtype=bool)
+
+    @cached_property
+    def switched(self) -> Array:
+        """(factors,) booleans: which are switched between blocks."""
+        return np.array([factor.switched for factor in self.factors], dtype=bool)
+
+    def rows(self, sets: Iterable[frozenset[str]]) -> Array:
+        """(sets, factors) booleans. Raises ValueError for a key without a factor."""
+        sets = list(sets)
+        found: Array = np.zeros((len(sets), len(self.factors)), dtype=bool)
+        for at, on in enumerate(sets):
+            for key in on:
+                if key not in self.index:
+                    raise ValueError(f"{key!r} is not among the factors of this search: {', '.join(self.index)}")
+                found[at, self.index[key]] = True
+        return found
+
+    def keys(self, row: Array) -> frozenset[str]:
+        """The set of one row of booleans."""
+        return frozenset(self.factors[at].key for at in np.flatnonzero(row))
+
+    def features(self, rows: Array) -> Array:
+        """(n, factors + pairs) floats: what is on, and which pairs are."""
+        left, right = self._ends
+        return np.hstack([rows, rows[:, left] & rows[:, right]]).astype(float)
+
+    @cached_property
+    def _ends(self) -> tuple[Array, Array]:
+        ends = np.array(self.pairs, dtype=int).reshape(-1, 2)
+        return ends[:, 0], ends[:, 1]
+
+    # -- what is allowed --------------------------------------------------------------------------------------------
+
+    def allowed(self, on: frozenset[str]) -> bool:
+        """Whether these may be on together. Raises ValueError for a key without a factor."""
+        return bool(self.allowed_rows(self.rows([on]))[0])
+
+    def allowed_rows(self, rows: Array) -> Array:
+        """(n,) booleans, of (n, factors) booleans."""
+        counts = rows.astype(np.int16) @ self._levers
+        good: Array = (counts <= 1).all(axis=1)
+        for a, b in self._excluded:
+            good &= ~((counts[:, a] > 0) & (counts[:, b] > 0))
+        for a, needed in self._needed:
+            good &= (counts[:, a] == 0) | (counts[:, needed] > 0) if needed is not None else counts[:, a] == 0
+        return good
+
+    @cached_property
+    def _levers(self) -> Array:
+        matrix: Array = np.zeros((len(self.factors), len(self.columns_of)), dtype=np.int16)
+        for at, columns in enumerate(self.columns_of.values()):
+            matrix[columns, at] = 1
+        return matrix
+
+    @cached_property
+    def _excluded(self) -> list[tuple[int, int]]:
+        place = {lever: at for at, lever in enumerate(self.columns_of)}
+        return [(place[a], place[b]) for a, b in (sorted(pair) for pair in self.excludes if len(pair) == 2) if a in place and b in place]
+
+    @cached_property
+    def _needed(self) -> list[tuple[int, int | None]]:
+        place = {lever: at for at, lever in enumerate(self.columns_of)}
+        return [(place[lever], place.get(needed)) for lever, all_needed in self.needs.items() if lever in place for needed in all_needed]
+
+    @cached_property
+    def every_row(self) -> Array | None:
+        """All allowed sets, smaller ones first; None where there are too many to enumerate."""
+        if math.prod(len(columns) + 1 for columns in self.columns_of.values()) > MOST_ROWS:
+            return None
+        rows = np.stack(list(self._settings(list(self.columns_of))))
+        rows = rows[self.allowed_rows(rows)]
+        return rows[np.argsort(rows.sum(axis=1), kind="stable")]
+
+    @cached_property
+    def _every_feature(self) -> Array:
+        return self.features(self.every_row)
+
+    def _settings(self, levers: Sequence[str]) -> Iterable[Array]:
+        """Every row over these levers alone, allowed or not."""
+        for chosen in itertools.product(*((-1, *self.columns_of[lever]) for lever in levers)):
+            row: Array = np.zeros(len(self.factors), dtype=bool)
+            row[[at for at in chosen if at >= 0]] = True
+            yield row
+
+    def sample(self, rng: np.random.Generator, n: int, fixed: Array | None = None, free: Array | None = None) -> Array:
+        """Allowed rows at random, at most ``n`` and each once. ``fixed`` (factors,) is on in all of them; only ``free`` ones change, each lever on in half."""
+        start = np.zeros(len(self.factors), dtype=bool) if fixed is None else fixed
+        open_ = np.ones(len(self.factors), dtype=bool) if free is None else free
+        rows = np.repeat(start[None, :], n, axis=0)
+        for lever in rng.permutation(np.array(list(self.columns_of), dtype=object)):
+            columns = [at for at in self.columns_of[lever] if open_[at]]
+            if columns and not start[self.columns_of[lever]].any():
+                rows[np.arange(n), np.array(columns)[rng.integers(len(columns), size=n)]] = rng.random(n) < 0.5
+        for _ in range(len(self.factors)):
+            bad = ~self.allowed_rows(rows)
+            if not bad.any():
+                break
+            rows[bad] &= (rng.random((int(bad.sum()), len(self.factors))) < 0.75) | start
+        return np.unique(rows[self.allowed_rows(rows)], axis=0)
+
+    # -- the best set -----------------------------------------------------------------------------------------------
+
+    def best_rows(self, effects: Array, price: float = 0.0) -> Array:
+        """(n, factors): for each row of ``effects`` (n, factors + pairs) the allowed set of the least log time, ``price`` added for each factor that is on."""
+        if self.every_row is not None:
+            times = self._every_feature @ effects.T
+            times += price * self.every_row.sum(axis=1)[:, None]
+            return self.every_row[np.argmin(times, axis=0)]
+        starts = self.sample(np.random.default_rng(0), DESCENT_STARTS)
+        near = starts[np.argmin(self.features(starts) @ effects.T + price * starts.sum(axis=1)[:, None], axis=0)]
+        found = [self._descend(effects, price, start) for start in (np.zeros_like(near), near)]
+        times = np.stack([(self.features(rows) * effects).sum(axis=1) + price * rows.sum(axis=1) for rows in found])
+        return np.where((times[0] <= times[1])[:, None], found[0], found[1])
+
+    def _descend(self, effects: Array, price: float, rows: Array) -> Array:
+        """Coordinate descent, a lever or two linked levers at a time, until nothing changes."""
+        count, (left, right) = len(self.factors), self._ends
+        pair_effects = np.zeros((len(effects), count, count))
+        pair_effects[:, left, right] = pair_effects[:, right, left] = effects[:, count:]
+        rows = rows.copy()
+        for _ in range(MOST_SWEEPS):
+            before = rows.copy()
+            for columns, options in self._moves:
+                rest = rows.copy()
+                rest[:, columns] = False
+                slopes = effects[:, columns] + price + np.einsum("dcj,dj->dc", pair_effects[:, columns], rest)
+                own = np.einsum("oc,dce,oe->do", options, pair_effects[:, columns][:, :, columns], options) / 2
+                times = slopes @ options.T + own
+                current = (rows[:, None, columns] == (options > 0)[None]).all(axis=2)
+                times[current] -= SMALLEST_STEP
+                for at, option in enumerate(options > 0):
+                    rest[:, columns] = option
+                    times[~self.allowed_rows(rest), at] = np.inf
+                rows[:, columns] = (options > 0)[np.argmin(times, axis=1)]
+            if (rows == before).all():
+                break
+        return rows
+
+    @cached_property
+    def _moves(self) -> list[tuple[list[int], Array]]:
+        """Columns that change together, and their settings (options, columns): each lever, then levers that exclude, need or are known to affect each other."""
+        linked = {*self.excludes, *self.known_pairs, *(frozenset((lever, other)) for lever, others in self.needs.items() for other in others)}
+        here = [sorted(pair) for pair in linked if len(pair) == 2 and pair <= set(self.columns_of)]
+        groups = [*([lever] for lever in self.columns_of), *sorted(here)]
+        moves = []
+        for levers in groups:
+            columns = [at for lever in levers for at in self.columns_of[lever]]
+            moves.append((columns, np.array([row[columns] for row in self._settings(levers)], dtype=float)))
+        return moves

@@ -1,0 +1,221 @@
+"""Programs that are started together and measured in turns, block by block: what every comparison of a search is made of.
+
+Each program has *rows*: the live levers that hold during each of its blocks. In every round each program runs the block of its next row; the order turns
+round from round to round (A B B A). What is compared in one call runs on one machine; a call is JSON both ways, so that it can run on another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.measure.clock import seconds
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.records import TrialRecord
+from flatout.trial.blocks import MOST_TICKS, LeverFailed
+from flatout.trial.parent import ProgramGone, Trial
+from flatout.tune.arena import Arena, ask_replica
+
+LATE_PATIENCE_S = 75.0  # a compiler may be at work
+FEWEST_TURNS = 3
+COSTLY_TICK_MS = 300.0  # from here on a block is one or two ticks, and costs too much to be left out
+Row = tuple[Choice, ...] | None  # None: as the program was started
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A program to start: its plan (live levers included), its seed, the live levers of each block, and whether its record is expected.
+
+    ``record``: "" for none, "record", or "draws" with a few samples fetched again and again for the guard. ``late``: when all blocks are done, the guard
+    does one step again under these live levers.
+    """
+
+    plan: Plan
+    rows: tuple[Row, ...]
+    seed: int = 0
+    record: str = ""
+    late: tuple[Choice, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [None if row is None else [choice.to_json() for choice in row] for row in self.rows]
+        return {"plan": self.plan.to_json(), "rows": rows, "seed": self.seed, "record": self.record,
+                "late": [choice.to_json() for choice in self.late]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Asked:
+        rows = tuple(None if row is None else Plan.from_json({"choices": row}).choices for row in data["rows"])
+        return cls(Plan.from_json(data["plan"]), rows, data["seed"], data["record"], Plan.from_json({"choices": data["late"]}).choices)
+
+
+@dataclass
+class Measured:
+    """One block: the place of its row, the second at which it began, the program's tick at that moment, milliseconds a tick."""
+
+    row: int
+    at_s: float
+    tick: int
+    ms: float
+
+
+@dataclass
+class Seen:
+    """What came of one program. ``gone`` is how it ended before its rows were done; ``left_out`` names a lever that could not be applied, and why."""
+
+    blocks: list[Measured] = field(default_factory=list)
+    record: TrialRecord | None = None
+    gone: TrialRecord | None = None
+    left_out: tuple[str, str] | None = None
+    ready: dict[str, Any] = field(default_factory=dict)
+    late: dict[str, Any] | None = None  # what the guard found as it did a late step again
+    start_s: float = 0.0  # until it was ready, without what a later program is spared
+    ticks: int = 0  # that it has trained for when it was last seen
+
+    @property
+    def whole(self) -> bool:
+        return self.gone is None and self.left_out is None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"blocks": [[b.row, b.at_s, b.tick, b.ms] for b in self.blocks], "record": self.record and self.record.to_json(),
+                "gone": self.gone and self.gone.to_json(), "left_out": self.left_out, "ready": self.ready, "late": self.late,
+                "start_s": self.start_s, "ticks": self.ticks}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Seen:
+        record, gone = (TrialRecord.from_json(data[name]) if data[name] else None for name in ("record", "gone"))
+        left_out = tuple(data["left_out"]) if data["left_out"] else None
+        return cls([Measured(*block) for block in data["blocks"]], record, gone, left_out, data["ready"], data["late"], data["start_s"], data["ticks"])
+
+
+@dataclass
+class Member:
+    """A running program among those that take turns."""
+
+    trial: Trial
+    rows: tuple[Row, ...]
+    seen: Seen
+    now: Row = None  # the live levers that hold
+    fresh: bool = True  # just started: no block has run yet
+
+
+def measure_together(arena: Arena, asked: Sequence[Asked], until_s: float, patience_s: float, beside: Sequence[Member] = (),
+                     share: float = math.inf) -> list[Seen]:
+    """Start these programs, measure all their rows in turns with those ``beside``, take their records, end them. Raises nothing that is a program's fault.
+
+    After ``share`` of the time that starting them took, they are ended as well, once they have had ``FEWEST_TURNS``.
+    """
+    start_s = seconds()
+    members = _started(arena, asked, patience_s)
+    enough_s = seconds() + share * (seconds() - start_s)
+    try:
+        take_turns(arena, [m for m in members if m.seen.whole] + list(beside), until_s, enough_s)
+        for one, member in zip(asked, members, strict=True):
+            if one.late and member.seen.whole:
+                member.seen.late = _late_step(arena, member, one.late)
+        ending = [(member, one.record) for one, member in zip(asked, members, strict=True) if one.record and member.seen.whole]
+        with ThreadPoolExecutor(max(1, len(ending))) as pool:  # each takes a second to end
+            list(pool.map(lambda each: _record(*each), ending))
+    finally:
+        for member in members:
+            arena.dismiss(member.trial)
+    return [member.seen for member in members]
+
+
+def _started(arena: Arena, asked: Sequence[Asked], patience_s: float) -> list[Member]:
+    trials = [arena.start(one.plan, one.seed) for one in asked]
+    members = []
+    for one, trial, gone in zip(asked, trials, arena.ready(trials, patience_s), strict=True):
+        start_s = seconds() - trial.started_s - trial.ready.get("once_s", 0.0)
+        seen = Seen(gone=gone.record if gone else None, ready=trial.ready, start_s=start_s, ticks=trial.ticks_done)
+        for left in trial.ready.get("skipped", ()):
+            seen.left_out = left["name"], left["reason"]
+        members.append(Member(trial, one.rows, seen))
+    return members
+
+
+def take_turns(arena: Arena, members: Sequence[Member], until_s: float, enough_s: float = math.inf) -> None:
+    """Each member's rows, in turns, until they are done or the clock ends it; at least one block each, and FEWEST_TURNS before ``enough_s`` does.
+
+    A member that fails or ends leaves.
+    """
+    for turn in range(max((len(member.rows) for member in members), default=0)):
+        due = [member for member in members if turn < len(member.rows) and member.seen.whole]
+        furthest = _same_tick(due) if turn == 0 else 0
+        for member in due if turn % 2 == 0 else due[::-1]:
+            if turn and seconds() >= (until_s if turn < FEWEST_TURNS else min(until_s, enough_s)):
+                return
+            try:
+                _block(arena, member, turn, furthest)
+            except ProgramGone as gone:
+                member.seen.gone = gone.record
+            except LeverFailed as failed:
+                member.seen.left_out = failed.name, failed.reason
+            member.seen.ticks = member.trial.ticks_done
+
+
+def _same_tick(due: Sequence[Member]) -> int:
+    """Where programs that were started together begin: sentences and episodes differ in length, and one seed does the same work at the same tick."""
+    return max((member.trial.ticks_done for member in due if member.fresh), default=0)
+
+
+def _block(arena: Arena, member: Member, turn: int, furthest: int) -> None:
+    """The block of one row. It ends where a window of ticks ends, whether something was switched before it or not."""
+    trial, row = member.trial, member.rows[turn]
+    switched = row is not None and row != member.now
+    if switched:
+        arena.switch(trial, row or ())
+        member.now = row
+    if member.fresh:
+        arena.catch_up(trial, furthest)
+        if arena.tick_ms < COSTLY_TICK_MS and arena.longest_ticks == MOST_TICKS:
+            arena.run(trial, arena.block_ticks)  # its first third of a second is slower: memory that is touched for the first time
+        member.fresh = False
+    settle = arena.window_ticks - arena.block_ticks
+    before = -(trial.ticks_done + arena.block_ticks) % arena.window_ticks
+    before += arena.window_ticks if switched and before < settle else 0
+    if before:
+        arena.run(trial, before)
+    at_s, tick = seconds(), trial.ticks_done
+    ms = arena.block(trial)
+    member.seen.blocks.append(Measured(turn, at_s, tick, ms))
+
+
+def step_again(arena: Arena, trial: Trial, choices: Sequence[Choice], patience_s: float) -> dict[str, Any]:
+    """The guard's replica of a step under these levers. ``wrong`` has a sentence for each lever that it speaks against. Raises ProgramGone."""
+    answer = _replica(arena, trial, choices, patience_s)
+    failed = [check for check in answer.get("checks", ()) if not check["passed"]]
+    wrong = {choice.name: failed[0]["why"] for choice in choices} if failed else {}
+    if failed and len(choices) > 1:
+        alone = {choice.name: [c for c in _replica(arena, trial, [choice], patience_s).get("checks", ()) if not c["passed"]] for choice in choices}
+        if any(alone.values()):  # else only all of them together are wrong
+            wrong = {name: checks[0]["why"] for name, checks in alone.items() if checks}
+    return {**answer, "wrong": wrong}
+
+
+def _replica(arena: Arena, trial: Trial, choices: Sequence[Choice], patience_s: float) -> dict[str, Any]:
+    arena.switch(trial, ())
+    return ask_replica(trial, choices, patience_s)
+
+
+def _late_step(arena: Arena, member: Member, choices: Sequence[Choice]) -> dict[str, Any]:
+    patience_s = 60 + 40 * arena.tick_ms / 1000 + LATE_PATIENCE_S
+    try:
+        found = step_again(arena, member.trial, choices, patience_s)
+    except (ProgramGone, LeverFailed) as error:
+        return {"failure": str(error)}
+    for check in found.get("checks", ()):
+        blamed = list(found["wrong"])
+        if not check["passed"] and len(blamed) < len(choices):
+            check["why"] = f"under {blamed[0]} alone, {found['wrong'][blamed[0]]}"
+    return found
+
+
+def _record(member: Member, how: str) -> None:
+    """Take its record; where it was lost on the way, that is how it was ``gone``."""
+    record = member.trial.finish(draws=how == "draws")
+    if record.status in ("finished", "ended"):
+        member.seen.record = record
+    else:
+        member.seen.gone = record

@@ -1,0 +1,347 @@
+"""Autocast on the CPU keeps in float32 what CUDA's keeps there, wherever an operator is called, and only while the lever is on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flatout.capture.ledger import Ledger
+from flatout.levers.autocast import LEVER
+from flatout.levers.autocast_policy import ADDED, FLOAT32, WIDEST, keep_float32
+from flatout.levers.compile import LEVER as COMPILE
+
+torch = pytest.importorskip("torch")
+from torch.nn import functional  # noqa: E402
+
+needs_a_compiler = pytest.mark.skipif(not any(shutil.which(c) for c in ("c++", "g++", "clang++")), reason="not run: there is no C++ compiler here")
+
+ONES, CLASSES = torch.ones(4, 8), torch.arange(4)
+UP = functional.interpolate
+
+# The page of torch.amp, "CUDA Ops that can autocast to float32". Each gets [4, 8] in bfloat16, numbers between 0.1 and 0.9.
+DOCUMENTED = {
+    "__pow__": lambda x: x**2, "__rdiv__": lambda x: 1 / x, "__rpow__": lambda x: 2**x, "__rtruediv__": lambda x: torch.Tensor.__rtruediv__(x, 2.0),
+    "acos": torch.acos, "asin": torch.asin, "binary_cross_entropy_with_logits": lambda x: functional.binary_cross_entropy_with_logits(x, x),
+    "cosh": torch.cosh, "cosine_embedding_loss": lambda x: functional.cosine_embedding_loss(x, x, ONES[:, 0]), "cdist": lambda x: torch.cdist(x, x),
+    "cosine_similarity": lambda x: functional.cosine_similarity(x, x), "cross_entropy": lambda x: functional.cross_entropy(x, CLASSES),
+    "cumprod": lambda x: x.cumprod(1), "cumsum": lambda x: x.cumsum(1), "dist": lambda x: torch.dist(x, x + 1), "erfinv": torch.erfinv, "exp": torch.exp,
+    "expm1": torch.expm1, "group_norm": lambda x: functional.group_norm(x, 2), "hinge_embedding_loss": lambda x: functional.hinge_embedding_loss(x, ONES),
+    "kl_div": lambda x: functional.kl_div(x, x, reduction="batchmean"), "l1_loss": lambda x: functional.l1_loss(x, x + 1),
+    "layer_norm": lambda x: functional.layer_norm(x, (8,)), "log": torch.log, "log10": torch.log10, "log_softmax": lambda x: x.log_softmax(-1),
+    "log1p": torch.log1p, "log2": torch.log2, "margin_ranking_loss": lambda x: functional.margin_ranking_loss(x[0], x[1], ONES[0]),
+    "mse_loss": lambda x: functional.mse_loss(x, x + 1),
+    "multilabel_margin_loss": lambda x: functional.multilabel_margin_loss(x, CLASSES.repeat(4, 2)),
+    "multi_margin_loss": lambda x: functional.multi_margin_loss(x, CLASSES), "nll_loss": lambda x: functional.nll_loss(x, CLASSES), "norm": torch.norm,
+    "normalize": functional.normalize, "pdist": torch.pdist, "poisson_nll_loss": lambda x: functional.poisson_nll_loss(x, x),
+    "pow": lambda x: torch.pow(x, x), "prod": torch.prod, "reciprocal": torch.reciprocal, "rsqrt": torch.rsqrt, "sinh": torch.sinh,
+    "smooth_l1_loss": lambda x: functional.smooth_l1_loss(x, x + 1), "soft_margin_loss": lambda x: functional.soft_margin_loss(x, ONES),
+    "softmax": lambda x: functional.softmax(x, -1), "softmin": lambda x: functional.softmin(x, -1), "softplus": functional.softplus, "sum": torch.sum,
+    "renorm": lambda x: torch.renorm(x, 2, 0, 0.5), "tan": torch.tan, "triplet_margin_loss": lambda x: functional.triplet_margin_loss(x, x, x + 1),
+}
+# In the list of the header, and not on that page.
+FURTHER = {
+    "logsumexp": lambda x: x.logsumexp(-1), "rms_norm": lambda x: functional.rms_norm(x, (8,)), "huber_loss": lambda x: functional.huber_loss(x, x + 1),
+    "nearest": lambda x: UP(x[None, None], scale_factor=2), "nearest-exact": lambda x: UP(x[None, None], scale_factor=2, mode="nearest-exact"),
+    "linear": lambda x: UP(x[None], scale_factor=2, mode="linear"), "bilinear": lambda x: UP(x[None, None], scale_factor=2, mode="bilinear"),
+    "bilinear, smooth": lambda x: UP(x[None, None], scale_factor=0.5, mode="bilinear", antialias=True),
+    "bicubic": lambda x: UP(x[None, None], scale_factor=2, mode="bicubic"), "trilinear": lambda x: UP(x[None, None, None], scale_factor=2, mode="trilinear"),
+    "vector_norm": torch.linalg.vector_norm, "matrix_norm": torch.linalg.matrix_norm, "nuclear": lambda x: torch.linalg.matrix_norm(x, "nuc"),
+    "sum over a dimension": lambda x: x.sum(1), "square": torch.square, "mean of all": torch.mean, "smoothed": lambda x: x.log_softmax(-1).mean(),
+}
+HALF = {"linear": lambda x: functional.linear(x, ONES), "matmul": lambda x: x @ x.T, "add": lambda x: x + x, "relu": torch.relu, "gelu": functional.gelu,
+        "mean of rows": lambda x: x.mean(1), "sigmoid": torch.sigmoid, "sum that names its dtype": lambda x: x.sum(dtype=torch.bfloat16),
+        "scatter_add": lambda x: x.scatter_add(0, torch.zeros(4, 8, dtype=torch.long), x), "dot": lambda x: torch.dot(x[0], x[1]),
+        "softmax that names its dtype": lambda x: x.softmax(-1, torch.bfloat16)}
+
+
+class Calls(torch.nn.Module):
+    """A root module that hands a half-precision tensor to a function and notes the dtypes on both sides."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function, self.seen = torch.nn.Linear(8, 8), function, []
+
+    def forward(self, x):
+        half = self.layer(x).sigmoid() * 0.8 + 0.1
+        found = self.function(half)
+        self.seen.append((half.dtype, found.dtype))
+        return found
+
+
+def live(program, module, *after):
+    """``module`` as the only root of a Scene, under autocast and the levers ``after`` it."""
+    made, ledger = program(epochs=0, model=module), Ledger()
+    made.scene._roots[id(module)] = lambda: module
+    for lever, value in ((LEVER, "bfloat16"), *after):
+        lever.apply(made.scene, value, ledger)
+    return ledger
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTED, *FURTHER])
+def test_what_autocast_of_cuda_keeps_in_float32(program, name):
+    module = Calls({**DOCUMENTED, **FURTHER}[name])
+    ledger = live(program, module)
+    output = module(torch.randn(4, 8))
+    assert module.seen == [(torch.bfloat16, torch.float32)]
+    if output.requires_grad:
+        output.sum().backward()
+        assert torch.isfinite(module.layer.weight.grad).all()
+    ledger.restore()
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_the_rest_stays_in_half_precision(program, name):
+    module = Calls(HALF[name])
+    ledger = live(program, module)
+    module(torch.randn(4, 8))
+    assert module.seen == [(torch.bfloat16, torch.bfloat16)]
+    ledger.restore()
+
+
+def test_the_lists_are_those_of_this_torch():
+    """The header that torch was built from comes with it."""
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    if not header.is_file():
+        pytest.skip("not run: this torch came without its headers")
+    text = header.read_text(encoding="utf-8")
+
+    def listed(macro):
+        body = re.search(rf"#define {macro}\(_\)(.*?[^\\])\n", text, re.S).group(1)
+        return {".".join(filter(None, found)) for found in re.findall(r"_\((\w+)(?:, (\w+))?\)", body)} | set(re.findall(r'"([\w.]+)"', body))
+
+    theirs = listed("AT_FORALL_FP32") | listed("AT_FORALL_FP32_SET_OPT_DTYPE") | (listed("AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE") - {"norm"})
+    assert len(theirs) > 60
+    assert theirs <= set(FLOAT32)
+    assert listed("AT_FORALL_PROMOTE") <= set(WIDEST)
+
+
+def operators():
+    for name in (*FLOAT32, *WIDEST, *ADDED):
+        packet, _, overload = name.partition(".")
+        yield getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def registered():
+    return {op.name() for op in operators() if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.AutocastCPU)}
+
+
+def dtype_of_softmax():
+    with torch.autocast("cpu", torch.bfloat16):
+        return ONES.bfloat16().softmax(-1).dtype
+
+
+def test_undone_it_leaves_no_kernel_behind():
+    """Two at a time share the kernels; the last one takes them away."""
+    before, tag, one, other = registered(), torch.compiler.config.cache_key_tag, Ledger(), Ledger()
+    assert dtype_of_softmax() is torch.bfloat16
+    for _ in range(2):
+        keep_float32(torch, "cpu", one)
+        assert registered() == {op.name() for op in operators()} > before
+        keep_float32(torch, "cpu", other)
+        one.restore()
+        assert dtype_of_softmax() is torch.float32
+        other.restore()
+        assert (registered(), torch.compiler.config.cache_key_tag) == (before, tag)
+        assert dtype_of_softmax() is torch.bfloat16
+
+
+@given(st.lists(st.sampled_from(sorted([*DOCUMENTED, *FURTHER])), min_size=1, max_size=4, unique=True), st.sampled_from(["float32", "bfloat16"]),
+       st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_where_autocast_is_off_nothing_changes(names, dtype, around):
+    """The same bits and dtypes with the kernels as without, also in a part of the model that switches autocast off."""
+    def outputs(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=around), torch.autocast("cpu", enabled=False):
+            return [_result(function, x) for function in functions]
+    functions, x, ledger = [{**DOCUMENTED, **FURTHER}[name] for name in names], torch.linspace(0.1, 0.9, 32).view(4, 8).to(getattr(torch, dtype)), Ledger()
+    plain = outputs(x)
+    keep_float32(torch, "cpu", ledger)
+    try:
+        assert outputs(x) == plain
+    finally:
+        ledger.restore()
+
+
+def _result(function, x):
+    """Dtype and numbers, or the error: some operators do not know bfloat16."""
+    try:
+        found = function(x)
+    except RuntimeError as error:
+        return type(error), str(error)
+    return found.dtype, str(found.tolist())
+
+
+class Task(torch.nn.Module):
+    """Returns its own loss: cross entropy with smoothed labels, by hand."""
+
+    def __init__(self, loss="smoothed"):
+        super().__init__()
+        self.body, self.head = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.ReLU()), torch.nn.Linear(16, 5)
+        self.loss, self.logits, self.kept = getattr(self, loss), None, False
+
+    def smoothed(self, logits, y):
+        chances = logits.log_softmax(-1)
+        self.kept = chances.dtype is torch.float32
+        return -(0.9 * chances.gather(1, y[:, None])[:, 0] + 0.1 * chances.mean(1)).mean()
+
+    def absolute(self, logits, y):
+        return (logits[:, 1:] - logits[:, :-1]).abs().mean()
+
+    def forward(self, x, y):
+        logits = self.head(self.body(x))
+        self.logits = logits.detach()
+        return self.loss(logits, y)
+
+
+@pytest.mark.parametrize("loss", ["smoothed", "absolute"])
+def test_a_loss_that_the_model_computes_by_hand_has_all_bits_of_float32(program, loss):
+    """From the very logits that the model has computed in half precision. In bfloat16 a loss would be off by up to 4e-3 of itself."""
+    torch.manual_seed(0)
+    module, step_of_bfloat16 = Task(loss), 2.0**-8
+    ledger = live(program, module)
+    off = []
+    for _ in range(8):
+        y = torch.randint(5, (16,))
+        found = module(torch.randn(16, 8), y)
+        assert (found.dtype, module.logits.dtype) == (torch.float32, torch.bfloat16)
+        rounded = module.logits[:, 1:] - module.logits[:, :-1] if loss == "absolute" else None
+        exact = module.loss(module.logits.double(), y) if rounded is None else rounded.double().abs().mean()
+        off.append(abs(found.item() / exact.item() - 1))
+    assert max(off) < 1e-6 < step_of_bfloat16
+    ledger.restore()
+
+
+def test_other_dtypes_stay(program):
+    index = torch.zeros(4, 8, dtype=torch.long)
+    for function, dtype in ((lambda x: torch.arange(8).sum(), torch.int64), (lambda x: torch.arange(8) ** torch.arange(8), torch.int64),
+                            (lambda x: x.double().exp(), torch.float64), (lambda x: x.double().scatter_add(0, index, x.double()), torch.float64)):
+        module = Calls(function)
+        ledger = live(program, module)
+        module(torch.randn(4, 8))
+        assert module.seen == [(torch.bfloat16, dtype)]
+        ledger.restore()
+
+
+def test_float32_may_meet_half_precision(program):
+    """Operators that expect one dtype compute in float32 then, as on CUDA."""
+    index, at = torch.zeros(4, 8, dtype=torch.long), torch.arange(4)
+    for function in (lambda x: x.scatter_add(0, index, x.softmax(-1)), lambda x: x.index_put((at,), x.exp()), lambda x: torch.dot(x[0], x.exp()[0]),
+                     lambda x: torch.cross(x[:, :3], x.exp()[:, :3], dim=1), lambda x: torch.tensordot(x, x.exp(), 2),
+                     lambda x: functional.bilinear(x, x.exp(), torch.ones(1, 8, 8)), lambda x: torch.addcmul(x, x, x.exp())):
+        module = Calls(function)
+        ledger = live(program, module)
+        module(torch.randn(4, 8))
+        assert module.seen == [(torch.bfloat16, torch.float32)]
+        ledger.restore()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_computes_the_same_again(program, reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    module, x, y = Task(), torch.randn(16, 8, requires_grad=True), torch.randint(5, (16,))
+    ledger = live(program, module)
+
+    def gradients():
+        module.zero_grad()
+        module(x, y).backward()
+        return [p.grad.clone() for p in module.parameters()]
+
+    plain = gradients()
+    body = module.body.forward
+    module.body.forward = lambda z: checkpoint(body, z, use_reentrant=reentrant)
+    again = gradients()
+    assert all(map(torch.equal, plain, again))
+    ledger.restore()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_scripts_and_transforms_of_functions(program):
+    """TorchScript and torch.func call operators in ways of their own."""
+    scripted = torch.jit.script(Normalised())
+    for function in (scripted, lambda x: torch.func.vmap(torch.exp)(x), lambda x: torch.func.jvp(torch.log, (x,), (x,))[0],
+                     lambda x: torch.func.grad_and_value(lambda z: z.log_softmax(-1).sum())(x)[1]):
+        module = Calls(function)
+        ledger = live(program, module)
+        [module(torch.randn(4, 8)) for _ in range(3)]  # the script is optimised on the way
+        assert {found for _, found in module.seen} == {torch.float32}
+        ledger.restore()
+
+
+class Normalised(torch.nn.Module):
+    def forward(self, x):
+        return torch.softmax(x, -1) + torch.nn.functional.layer_norm(x, [8])
+
+
+def test_an_operator_fails_as_it_does_without(program):
+    with torch.autocast("cpu", torch.bfloat16):
+        for call in (lambda x: x.softmax(7), lambda x: functional.layer_norm(x, (3,)), lambda x: x.sum(5)):
+            with pytest.raises((IndexError, RuntimeError)) as plain:
+                call(ONES)
+            ledger = Ledger()
+            keep_float32(torch, "cpu", ledger)
+            with pytest.raises(plain.type, match=re.escape(str(plain.value).splitlines()[0])):
+                call(ONES)
+            ledger.restore()
+
+
+class Halves(torch.utils.data.Dataset):
+    """Samples that are made in half precision by a loader worker."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return str((ONES.bfloat16() + index).softmax(-1).dtype)
+
+
+def test_loader_workers_are_left_alone(program):
+    ledger = live(program, Task())
+    assert list(torch.utils.data.DataLoader(Halves(), num_workers=1, batch_size=None)) == ["torch.bfloat16"] * 2
+    ledger.restore()
+
+
+def test_on_cuda_only_the_mean_is_added():
+    """Fake tensors of a GPU pass the same dispatch keys as real ones."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def dtypes():
+        with FakeTensorMode():
+            half = torch.empty(4, 8, device="cuda", dtype=torch.bfloat16)
+            torch.set_autocast_enabled("cuda", True)
+            try:
+                return [half.softmax(-1).dtype, half.mean().dtype, half.mean(1).dtype, torch.relu(half).dtype]
+            finally:
+                torch.set_autocast_enabled("cuda", False)
+
+    plain, ledger = dtypes(), Ledger()
+    keep_float32(torch, "cuda", ledger)
+    with_mean = dtypes()
+    ledger.restore()
+    assert plain == dtypes() == [torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]
+    assert with_mean == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
+
+
+@needs_a_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_the_compiler_beside_it(program):
+    torch.manual_seed(0)
+    module, x, y = Task(), torch.randn(16, 8), torch.randint(5, (16,))
+    ledger, before = live(program, module, (COMPILE, "default")), torch._dynamo.utils.counters["frames"]["ok"]
+    try:
+        loss = module(x, y)
+        loss.backward()
+        assert torch._dynamo.utils.counters["frames"]["ok"] > before
+        assert module.kept
+        assert loss.item() == pytest.approx(module.loss(module.logits.double(), y).item(), rel=1e-3)
+        assert all(torch.isfinite(p.grad).all() for p in module.parameters())
+    finally:
+        ledger.restore()
+        torch._dynamo.reset()

@@ -1,0 +1,344 @@
+"""Every reason that a lever gives: a program for which it is true and shown, and one for which it would be untrue and is not shown.
+
+The programs are real processes (``programs/``), each started once. A reason without a row fails ``test_every_reason_has_a_row``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from reason_templates import FROM_THE_PIPELINE, templates
+
+from flatout.launch.command import understand
+from flatout.launch.gang import launcher_of
+from flatout.levers import TABLE
+from flatout.measure.clock import seconds
+from flatout.plan.facts import Gpu
+from flatout.plan.folder import JobFolder
+from flatout.plan.plan import Choice, Plan
+from flatout.plan.words import Effect
+from flatout.probe.machine import look
+from flatout.trial.parent import Trial
+from flatout.tune import candidates, ranks
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(sys.platform != "linux", reason="not run: the programs need Linux")]
+
+HERE = Path(__file__).parent / "programs"
+AT_ONCE = 2
+ANSWER_S = 120.0
+CXX = shutil.which("g++")
+CHANGE_TORCH = ("OMP_", "MKL_", "MALLOC_", "MIMALLOC_", "PYTORCH_", "TORCH", "GLIBC_", "LD_PRELOAD", "FLATOUT_", "PYTEST_", "PYTHONPATH", "WORLD_SIZE", "RANK",
+                "CXX")
+BF16 = ("amx_bf16",)
+A_GPU = (Gpu("H200", 2**37, (9, 0)),)
+BY_ONE = {"batches": "cut", "reduction": "mean", "loaders": "0", "batchnorm": "all"}
+
+
+@dataclass(frozen=True)
+class Program:
+    """``facts`` are what is assumed of the machine, beside those of this one; ``before`` and ``ranks`` say how it is started."""
+
+    script: str
+    words: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    before: tuple[str, ...] = ()
+    ranks: int = 0
+    plan: Plan = field(default_factory=Plan)
+    gpu: bool = False
+
+
+# {libm} is a library that is no allocator, in a folder whose name has "malloc" in it; {jemalloc} is the same under the name of an allocator.
+PROGRAMS = {
+    "by_hand": Program("by_hand", environment={"OMP_NUM_THREADS": "2", "MALLOC_ARENA_MAX": "1"}, facts={"cpu_flags": ("avx2",)}),
+    "in_pieces": Program("in_pieces", environment={"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "LD_PRELOAD": "{jemalloc}:{libm}"}, facts={"gpus": A_GPU}),
+    "own_choices": Program("own_choices", facts={"gpus": A_GPU, "system": "Darwin"}),
+    "switched_off": Program("switched_off", environment={"PYTORCH_ALLOC_CONF": "", "LD_PRELOAD": "{libm}", "GLIBC_TUNABLES": "glibc.pthread.rseq=1",
+                                                         "MKL_NUM_THREADS": "2"}),
+    "second_order": Program("second_order", environment={"WORLD_SIZE": "2"}, facts={"allocators": {}}),
+    "stream": Program("stream", environment={"PATH": "/nowhere"}, facts={"cpu_flags": ("avx2",)}),
+    "own_sampler": Program("own_sampler", environment={"PATH": "/nowhere", "CXX": CXX or ""}),
+    "ddp": Program("ddp", environment={"TORCH_COMPILE_DISABLE": "1"}, before=("torch.distributed.run", "--nproc-per-node", "2")),
+    "half_precision": Program("half_precision", ranks=2, plan=Plan((Choice("data_parallel", BY_ONE),))),
+    **{f"gpu_{word}": Program("on_a_gpu", (word,), gpu=True) for word in ("choices", "pieces", "products", "tensors")},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """``lever`` says ``sentence`` of the program ``shown``, and nothing like it of ``hidden``. ``not_run`` says why no program here can show it."""
+
+    lever: str
+    sentence: str
+    shown: str = ""
+    hidden: str = ""
+    not_run: str = ""
+
+    @property
+    def on_a_gpu(self) -> bool:
+        return bool(self.shown) and PROGRAMS[self.shown].gpu
+
+
+def each(levers: Sequence[str], *rest: str) -> list[Row]:
+    return [Row(lever, *rest) for lever in levers]
+
+
+AMONG_RANKS = ("data_parallel", "sharding", "local_sgd", "comm_compression", "gradient_buckets")
+NO_CUDA = "no parameter of the program is on a CUDA device"
+NO_LOADER = "no torch DataLoader was made in this process, so its batches come from elsewhere"
+TWENTY = "the script calls 20 modules by themselves, and no module that holds them all"
+COMPILED = "the script compiles the model, or a part of it, itself, "
+TWICE = "the script differentiates twice (create_graph=True), "
+JIT = "the model, or a part of it, is compiled by torch.jit, "
+NOT_CALLED = "no nn.Module with parameters to train was called, as in `model(x)`"
+ORDER = "the training DataLoader has a sampler ({}) that may depend on earlier steps, so its batches are not made ahead of time"
+OURS = "this lever acts only on ranks that `flatout run --procs N` starts"
+
+ROWS = [
+    # The machine and the environment.
+    Row("allocator", "no CUDA device was found on this machine", "by_hand", "in_pieces"),
+    Row("allocator", "the environment sets PYTORCH_ALLOC_CONF already; unset it to have this lever measured", "in_pieces", "switched_off"),
+    Row("allocator", NO_CUDA, "own_choices", "by_hand"),
+    Row("malloc", "allocators are replaced on Linux only, and this system is Darwin", "own_choices", "switched_off"),
+    Row("malloc", "LD_PRELOAD names the allocator libjemalloc.so; remove it to have allocators measured", "in_pieces", "switched_off"),
+    Row("malloc", "the environment sets MALLOC_ARENA_MAX, which configures malloc; unset it to have allocators measured", "by_hand", "switched_off"),
+    Row("malloc", "no other allocator was found; `pip install flatout[malloc]` brings one", "second_order", "switched_off"),
+    Row("malloc", "the parameters are on cuda, whose memory malloc does not manage", "gpu_choices", "switched_off"),
+    Row("threads", "the program itself has set the number of threads to 3", "own_choices", "ddp"),
+    Row("threads", "the environment sets OMP_NUM_THREADS=2; unset it to have this lever measured", "by_hand", "switched_off"),
+    Row("threads", "torch uses one thread in this process already, and this lever only takes threads away", "ddp", "switched_off"),
+    Row("threads", "the parameters are on cuda, where the threads of the CPU do not compute", "gpu_choices", "switched_off"),
+    # Python and torch.
+    Row("gc_pause", "the program has switched automatic garbage collection off itself", "own_choices", "switched_off"),
+    Row("gc_pause", "the program has switched automatic garbage collection off itself", "second_order", "in_pieces"),
+    Row("gc_pause", "the program has raised the first threshold of the garbage collector to 100000 itself", "in_pieces", "switched_off"),
+    Row("debug_off", "anomaly detection is off, and torch.distributions is not used", "by_hand", "switched_off"),
+    Row("debug_off", "anomaly detection is off, and torch.distributions does not check arguments by default", "own_choices", "switched_off"),
+    # Loaders.
+    Row("batch_size", NO_LOADER, "by_hand", "switched_off"),
+    Row("batch_size", "no backward pass came after a batch that was taken with gradients enabled, so no DataLoader is known to train",
+        "second_order", "in_pieces"),
+    Row("batch_size", "the training DataLoader does not make batches (batch_size=None); the data set or the script does", "stream", "in_pieces"),
+    Row("batch_size", "the training DataLoader has a sampler (Backwards) that is not torch's own and may depend on the batch size",
+        "own_sampler", "switched_off"),
+    Row("batch_size", "the training DataLoader has a batch sampler (Pairs) that chooses the batch size itself", "in_pieces", "own_sampler"),
+    Row("loader", NO_LOADER, "by_hand", "switched_off"),
+    Row("loader", "the training data set is an IterableDataset; other workers could repeat or reorder its samples", "stream", "switched_off"),
+    Row("loader", ORDER.format("Backwards"), "own_sampler", "switched_off"),
+    Row("loader", ORDER.format("Pairs"), "in_pieces", "second_order"),
+    Row("device_prefetch", NO_CUDA, "switched_off", "gpu_choices"),
+    Row("device_prefetch", NO_LOADER, "gpu_tensors", "gpu_products"),
+    Row("device_prefetch", "the training DataLoader no longer exists, so all of its batches were taken before", "gpu_products", "gpu_choices"),
+    Row("device_prefetch", ORDER.format("Backwards"), "gpu_pieces", "gpu_choices"),
+    Row("device_prefetch", "the training DataLoader has no workers, and batches that the program takes ahead could change the order of random numbers; "
+        "set num_workers=1 or more", "gpu_choices", "gpu_pieces"),
+    *each(FROM_THE_PIPELINE[:2], "the script prepares its batches itself, without a DataLoader", "by_hand", "switched_off"),
+    *each(FROM_THE_PIPELINE[:2], "the DataLoader has batch_size=None, so the data set makes its batches itself", "stream", "own_sampler"),
+    Row("batched_transforms", "the program has not imported torchvision's transforms", "switched_off", "by_hand"),
+    Row("resident_data", "the program does not train on a CUDA device", "by_hand", "gpu_choices"),
+    Row("resident_data", "the data takes 4096 MiB, and 2048 of the GPU's are for it at most",
+        not_run="not run: it needs a data set larger than a quarter of a GPU"),
+    # Several ranks.
+    *each(AMONG_RANKS, "flatout started the program as one process; `flatout run --procs N` starts it as N ranks", "by_hand", "ddp"),
+    *each(AMONG_RANKS, f"the program has made a torch.distributed process group itself, and {OURS}", "ddp", "second_order"),
+    *each(AMONG_RANKS, f"another launcher started this process (WORLD_SIZE=2), and {OURS}", "second_order", "switched_off"),
+    Row("sharding", "this torch was built without torch.distributed", not_run="not run: it needs a torch without torch.distributed"),
+    Row("local_sgd", 'it does not work with batchnorm = "all" of data_parallel, which exchanges data between the ranks in forward passes',
+        "half_precision", "ddp"),
+    Row("comm_compression", "no gradient is float32 or float64, and only those are compressed", "half_precision", "ddp"),
+    Row("gradient_buckets", "each bucket size that this lever tries puts the gradients into the same buckets", "half_precision", "ddp"),
+    Row("gradient_buckets", "no parameter with requires_grad was in a forward pass yet", not_run="not run: a warm program of ranks has trained something"),
+    # Precision.
+    *each(("tf32", "cudnn_benchmark", "offload"), NO_CUDA, "switched_off", "gpu_choices"),
+    Row("tf32", "this GPU has no TF32, which needs compute capability 8.0 or higher", not_run="not run: it needs a GPU of compute capability below 8.0"),
+    Row("tf32", "deterministic algorithms are switched on, so the precision is left as it is", "gpu_pieces", "gpu_products"),
+    Row("tf32", "the float32 precision of matrix products is set to ieee already", "gpu_choices", "gpu_products"),
+    Row("cudnn_benchmark", "deterministic algorithms are switched on, and this lever chooses among others", "gpu_pieces", "gpu_choices"),
+    Row("cudnn_benchmark", "torch.backends.cudnn.benchmark is on already", "gpu_choices", "gpu_pieces"),
+    Row("cudnn_benchmark", "no module of the model is an nn.Conv layer", "gpu_products", "gpu_choices"),
+    Row("reduced_precision", "the parameters are on cuda, and this lever acts on the CPU", "gpu_choices", "switched_off"),
+    Row("reduced_precision", "this processor has neither AMX-BF16 nor AVX512-BF16 instructions", "by_hand", "switched_off"),
+    Row("reduced_precision", "this PyTorch was built without oneDNN", not_run="not run: it needs a torch without oneDNN"),
+    Row("reduced_precision", "the program has set the float32 precision of oneDNN to ieee itself", "own_choices", "switched_off"),
+    Row("autocast", "the program trains under autocast already", "own_choices", "switched_off"),
+    Row("autocast", TWENTY, "in_pieces", "switched_off"),
+    Row("autocast", "the program trains parameters that are not float32 (torch.complex64, torch.float64)", "own_sampler", "switched_off"),
+    Row("autocast", "the program trains parameters that are not float32 (torch.bfloat16)", "half_precision", "ddp"),
+    Row("autocast", "the program scales its losses with a GradScaler already", not_run="not run: it needs a GPU of compute capability below 8.0"),
+    Row("autocast", "this processor has no bfloat16 instructions (AMX, AVX512-BF16 or those of ARM), and bfloat16 is slower without them",
+        "by_hand", "switched_off"),
+    Row("autocast", "the parameters are on mps, where autocast was never measured", not_run="not run: it needs a device that is neither a CPU nor CUDA"),
+    # The model.
+    Row("channels_last", "no module of the model is an nn.Conv2d or nn.ConvTranspose2d", "by_hand", "stream"),
+    Row("channels_last", TWENTY, "in_pieces", "switched_off"),
+    Row("channels_last", "LBFGS flattens the gradients, which it can do in their usual layout only", "second_order", "switched_off"),
+    Row("channels_last", "1 of 2 convolution weights are stored as channels_last already, and the program's choice is kept", "own_choices", "switched_off"),
+    *each(("compile", "memory_budget"), "torch.compile is switched off in this process (TORCH_COMPILE_DISABLE=1)", "ddp", "switched_off"),
+    Row("compile", COMPILED.removesuffix(", "), "own_choices", "switched_off"),
+    Row("memory_budget", f"{COMPILED}before a budget could be set", "own_choices", "switched_off"),
+    *each(("compile", "memory_budget"), f"{TWICE}and compiled functions have no second derivative", "second_order", "switched_off"),
+    *each(("compile", "recompute"), TWENTY, "in_pieces", "switched_off"),
+    *each(("compile", "memory_budget", "recompute"), NOT_CALLED, "by_hand", "stream"),
+    Row("compile", "compiling for the CPU needs a C++ compiler, and g++ was not found; install it (`apt-get install g++`) or name another one in CXX",
+        "stream", "own_sampler"),
+    Row("fused_ops", f"{COMPILED}and the compiler fuses operations in its own way", "own_choices", "switched_off"),
+    Row("fused_ops", f"{TWICE}and these kernels have no second derivative", "second_order", "switched_off"),
+    Row("fused_ops", "the program has no torch.optim.Optimizer, which tells when the weights change; logits that are read late need the old weights",
+        "in_pieces", "switched_off"),
+    Row("fused_ops", "the Linear layer that is as wide as a vocabulary is no plain nn.Linear (its class, hooks, forward or parameters are its own)",
+        "stream", "switched_off"),
+    Row("fused_ops", "no linear layer has 8192 outputs or more, or as many as an Embedding has rows, and no layer on a CUDA device is a LayerNorm or RMSNorm "
+        "with weights", "ddp", "stream"),
+    Row("inplace", f"{COMPILED}and the compiler decides where results go", "own_choices", "switched_off"),
+    Row("inplace", f"{JIT}which does not read the inplace attribute of its layers", "stream", "in_pieces"),
+    Row("inplace", "the model has no nn.ReLU, nn.ReLU6, nn.Hardtanh or nn.LeakyReLU layer that is not in place already", "second_order", "switched_off"),
+    Row("recompute", f"{COMPILED}and the compiler chooses what is kept", "own_choices", "switched_off"),
+    Row("recompute", f"{TWICE}through activations that would be computed again", "second_order", "switched_off"),
+    Row("recompute", f"{JIT}which does not call the forward of its layers", "stream", "switched_off"),
+    Row("offload", TWENTY, "gpu_pieces", "gpu_choices"),
+    Row("offload", f"{COMPILED}and the compiler chooses what is kept", "gpu_choices", "gpu_products"),
+    # Optimizers.
+    Row("fused_optimizer", "the program updates its parameters without a torch.optim.Optimizer", "in_pieces", "stream"),
+    Row("fused_optimizer", "the program has made its Adam with fused=True", "own_choices", "switched_off"),
+    Row("fused_optimizer", "Adam updates complex or sparse parameters, which have no fused form", "own_sampler", "switched_off"),
+    Row("fused_optimizer", "LBFGS has no form that this lever could switch it to", "second_order", "own_choices"),
+    Row("optimizer_state", "this lever replaces Adam and AdamW of torch.optim, and the program has SGD", "stream", "switched_off"),
+    Row("optimizer_state", "this lever replaces Adam and AdamW of torch.optim, and the program has Adam with maximize", "own_sampler", "switched_off"),
+    Row("optimizer_state", "this lever replaces Adam and AdamW of torch.optim, and the program has no torch.optim.Optimizer", "by_hand", "switched_off"),
+    Row("optimizer_state", "torchao is not installed; `pip install flatout[lowbit]` brings it", "switched_off", "stream",
+        "not run: torchao is installed here" if find_spec("torchao") else ""),
+]
+
+
+# -- the programs -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def surroundings(program: Program, folder: Path) -> Iterator[None]:
+    """Nothing of the present environment may change what a program is asked."""
+    libraries = {name: str(folder / "malloc" / file) for name, file in (("libm", "libm.so.6"), ("jemalloc", "libjemalloc.so"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(CHANGE_TORCH)}
+    with mock.patch.dict(os.environ, {**kept, **{name: value.format(**libraries) for name, value in program.environment.items()}}, clear=True):
+        yield
+
+
+def begin(name: str, folder: Path) -> Trial:
+    program = PROGRAMS[name]
+    script = (str(HERE / f"{program.script}.py"), *program.words)
+    command = understand((sys.executable, *(("-m", *program.before) if program.before else ()), *script))
+    if program.ranks:
+        command = launcher_of(command, program.ranks, cores=program.ranks)
+    with surroundings(program, folder):
+        facts = look() if program.gpu else replace(look(), **{"cpu_flags": BF16, "gpus": (), **program.facts})
+        return Trial(command, JobFolder(folder / name).make().new_trial(), program.plan, facts).start()
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module")
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Program -> lever -> its answer, of the programs that the chosen tests ask for. Two start at a time: a start is mostly one thread that imports."""
+    folder = tmp_path_factory.mktemp("reasons")
+    (folder / "malloc").mkdir()
+    libm = next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libm.so" in line or "libm-" in line)
+    for name in ("libm.so.6", "libjemalloc.so"):
+        (folder / "malloc" / name).symlink_to(libm)
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module and hasattr(item, "callspec")]
+    rows = [item.callspec.params["row"] for item in items if "row" in item.callspec.params and not item.get_closest_marker("skip")]
+    names = {name for row in rows for name in (row.shown, row.hidden)} | {"switched_off"}
+    waiting, running, found = deque(name for name in PROGRAMS if name in names and (has_gpu() or not PROGRAMS[name].gpu)), deque[tuple[str, Trial]](), {}
+    with contextlib.chdir(folder), contextlib.ExitStack() as trials:
+        while waiting or running:
+            while waiting and len(running) < AT_ONCE:
+                name = waiting.popleft()
+                trial = begin(name, folder)
+                trials.callback(trial.close)
+                running.append((name, trial))
+            name, trial = running.popleft()
+            trial.wait_ready(seconds() + ANSWER_S)
+            found[name] = trial.ask({"do": "options"}, seconds() + ANSWER_S)["options"]
+            trial.close()
+    return found
+
+
+def marked(row: Row) -> Any:
+    marks = [pytest.mark.gpu] if row.on_a_gpu else [pytest.mark.skip(reason=row.not_run)] if row.not_run else []
+    return pytest.param(row, marks=marks, id=f"{row.lever}: {row.sentence[:60]}")
+
+
+@pytest.mark.parametrize("row", [marked(row) for row in ROWS])
+def test_a_reason_is_shown_where_it_is_true(answers, row):
+    assert answers[row.shown][row.lever].get("skip") == row.sentence
+
+
+def not_shown(row: Row) -> Any:
+    """The other program may need a GPU where the first needs none."""
+    param = marked(row)
+    return param if param.marks or not PROGRAMS[row.hidden].gpu else pytest.param(row, marks=pytest.mark.gpu, id=param.id)
+
+
+@pytest.mark.parametrize("row", [not_shown(row) for row in ROWS])
+def test_a_reason_is_not_shown_where_it_is_untrue(answers, row):
+    """Nor the same sentence with another name or number in it."""
+    said = answers[row.hidden][row.lever].get("skip", "")
+    assert not [template for template in templates(row.lever) if re.fullmatch(template, row.sentence) and re.fullmatch(template, said)]
+
+
+# -- the source -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("lever", [lever.name for lever in TABLE])
+def test_every_reason_has_a_row(lever):
+    """A new reason needs one program for which it is true, and one for which it is not."""
+    rows = [row for row in ROWS if row.lever == lever]
+    without = [template for template in templates(lever) if not any(re.fullmatch(template, row.sentence) for row in rows)]
+    assert without == []
+    stale = [row.sentence for row in rows if not any(re.fullmatch(template, row.sentence) for template in templates(lever))]
+    assert stale == [] or lever in FROM_THE_PIPELINE
+    assert rows != []
+    assert all((row.shown in PROGRAMS and row.hidden in PROGRAMS and row.shown != row.hidden) or row.not_run.startswith("not run: ") for row in rows)
+
+
+# -- reasons of the search --------------------------------------------------------------------------------------------
+
+
+def considered(options: dict[str, Any], **given: Any) -> dict[str, str]:
+    """Lever -> the reason that the search gives for a lever that the program allows."""
+    found = candidates.consider(options, frozenset(Effect), None, **given)
+    return {name: candidate.reason for name, candidate in found.items() if "skip" not in options[name]}
+
+
+def test_a_memory_lever_is_left_out_only_where_memory_is_not_limited(answers):
+    options = answers["switched_off"]
+    plain, limited = considered(options), considered(options, limited=True)
+    saving = {lever.name for lever in TABLE if lever.saves_memory} & plain.keys()
+    assert {"recompute", "inplace", "memory_budget"} <= saving
+    assert {name for name, reason in plain.items() if reason == candidates.FOR_MEMORY} == saving
+    assert candidates.FOR_MEMORY not in limited.values()
+
+
+@pytest.mark.parametrize(("name", "shards", "reason"), [
+    ("loader", False, ranks.OF_LOADERS), ("compile", False, ranks.OF_ONE_PROCESS),
+    ("fused_optimizer", False, None), ("channels_last", False, None), ("gc_pause", False, None),
+    ("channels_last", True, ranks.OF_WHOLE_WEIGHTS), ("fused_optimizer", True, ranks.OF_WHOLE_WEIGHTS), ("fused_ops", True, ranks.OF_WHOLE_WEIGHTS),
+    ("autocast", True, None), ("reduced_precision", True, None), ("gc_pause", True, None)])
+def test_a_lever_is_left_out_of_several_ranks_for_a_reason_of_its_own(answers, name, shards, reason):
+    """One that makes no batches is not told about loaders; one that leaves weights alone not about whole weights."""
+    said = considered(answers["switched_off"], base=ranks.base_plan(BY_ONE, shards), unfit=ranks.unfit)[name]
+    assert said == reason if reason else said not in (ranks.OF_LOADERS, ranks.OF_ONE_PROCESS, ranks.OF_WHOLE_WEIGHTS)

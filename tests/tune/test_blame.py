@@ -1,0 +1,107 @@
+"""Real programs that fail or end: whose fault it is, and that a lever is never blamed for what the program does by itself."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from flatout.launch.command import understand
+from flatout.levers import TABLE
+from flatout.plan.folder import JobFolder
+from flatout.plan.records import SessionRecord
+from flatout.plan.words import Effect, Status
+from flatout.probe.machine import look
+from flatout.tune.blame import program_ended
+from flatout.tune.candidates import Candidate
+from flatout.tune.factors import make_space
+from flatout.tune.search import search
+from flatout.tune.together import Asked, measure_together
+from flatout.tune.tuning import Goal, Tuning
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(180)
+
+LEVER = {lever.name: lever for lever in TABLE}
+LEVERS = {"malloc": ("glibc",), "gc_pause": (True,)}
+# What a program may do at its 60th step, once a lever or two of them are there.
+PRELUDE = "import gc, os, sys\nBAD = '%s'.split()\n"
+CHECK = """    seen = {"malloc": "MALLOC_TOP_PAD_" in os.environ, "gc_pause": not gc.isenabled() or gc.get_threshold()[0] > 10_000, "always": True}
+    if step == 60 and all(seen[name] for name in BAD):
+        raise ValueError("it was too much")
+    loss = """
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch, by_hand):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
+    made = []
+
+    def one(bad: str, budget_s: float = 60.0) -> Tuning:
+        (tmp_path / "train.py").write_text(PRELUDE % bad + by_hand.replace("    loss = ", CHECK))
+        command = understand((sys.executable, "train.py"))
+        tuning = Tuning(command, JobFolder(tmp_path / "job").make(), look(), SessionRecord([], str(tmp_path), {}), Goal(budget_s))
+        made.append(tuning)
+        return tuning
+
+    yield one
+    for tuning in made:
+        tuning.arena.close()
+
+
+def run_under(tuning: Tuning, keys: set[str]) -> None:
+    """One program with these factors on, from its start to beyond the 60th step; then what the search makes of its end."""
+    for name, values in LEVERS.items():
+        tuning.candidates[name] = Candidate(LEVER[name], values, Effect.EXACT)
+    make_space(tuning)
+    tuning.start_cost_s, tuning.arena.tick_ms, tuning.arena.longest_ticks = 2.0, 10.0, 35
+    (seen,) = measure_together(tuning.arena, [Asked(tuning.plan_for(keys), (None,) * 4)], 1e9, 60.0)
+    assert seen.gone is not None
+    assert seen.gone.status == "failed"
+    program_ended(tuning, keys, seen)
+
+
+def test_a_lever_that_the_program_does_not_survive_is_found_among_others(make):
+    tuning = make("malloc")
+    run_under(tuning, {"malloc=glibc", "gc_pause"})
+    assert tuning.candidates["malloc"].status is Status.REJECTED
+    assert tuning.candidates["malloc"].reason == "the program does not survive it: ValueError: it was too much"
+    assert tuning.candidates["gc_pause"].status is Status.SKIPPED
+    assert set(tuning.choices) == {"gc_pause"}
+
+
+def test_two_levers_that_fail_only_together_stay_apart(make):
+    tuning = make("malloc gc_pause")
+    run_under(tuning, {"malloc=glibc", "gc_pause"})
+    assert {candidate.status for candidate in tuning.candidates.values()} == {Status.SKIPPED}
+    assert set(tuning.choices) == {"malloc=glibc", "gc_pause"}
+    assert not tuning.space.allowed(frozenset(tuning.choices))
+    assert tuning.session.contests[-1].note == "they do not work together: ValueError: it was too much"
+
+
+def test_what_the_plain_program_does_by_itself_is_no_levers_fault(make):
+    tuning = make("always")
+    run_under(tuning, {"malloc=glibc", "gc_pause"})
+    assert {candidate.status for candidate in tuning.candidates.values()} == {Status.SKIPPED}
+    assert tuning.length_ticks is not None
+    assert 30 <= tuning.length_ticks <= 60
+    assert tuning.arena.longest_ticks < 10  # its blocks are short from now on
+
+
+@pytest.mark.parametrize("ends", ["by itself", "with an error"])
+def test_a_short_program_is_started_as_often_as_it_takes(make, monkeypatch, ends):
+    """Sixty steps: a few blocks in each process, and no lever says that the program is too short, or that the program does not survive it."""
+    tuning = make("always", budget_s=40.0)
+    if ends == "by itself":
+        monkeypatch.setenv("STEPS", "60")
+    tuning.goal = Goal(40.0, only=frozenset(LEVERS))
+    found = search(tuning)
+    assert len(tuning.numbers) >= 2  # a busy machine starts few
+    levers = {lever.name: lever for lever in found.levers}
+    for name in LEVERS:
+        assert levers[name].ratio is not None or found.disturbance, levers[name].reason
+        assert "survive" not in levers[name].reason
+        assert "short" not in levers[name].reason
+    assert found.baseline.step_ms
+    assert tuning.arena.running == []

@@ -1,0 +1,327 @@
+"""The regression of the search: its answers beside independent computations, its intervals on simulated programs, and laws of allowed sets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flatout.tune.effects import Block, Factor, Space, Spread, fit
+from flatout.tune.mixed_model import Component, Group, solve
+
+FIXED = 1e-6  # log sd of a component that is known
+
+
+def space_of(levers: int, values: int = 1, **kwargs) -> Space:
+    return Space(tuple(Factor(f"{name}={value}", name, name < "d") for name in "abcdefghijklmnopqrstuv"[:levers] for value in range(values)), **kwargs)
+
+
+@st.composite
+def spaces(draw) -> Space:
+    levers = draw(st.integers(1, 5))
+    names = "abcde"[:levers]
+    pairs = [frozenset(pair) for pair in itertools.combinations(names, 2)]
+    needs = {pair[0]: (pair[1],) for pair in draw(st.lists(st.sampled_from(list(itertools.combinations(names, 2))), max_size=2))} if levers > 1 else {}
+    excludes = frozenset(draw(st.lists(st.sampled_from(pairs), max_size=3))) if pairs else frozenset()
+    return space_of(levers, draw(st.integers(1, 2)), excludes=excludes, needs=needs)
+
+
+def allowed_by_definition(space: Space, on: frozenset[str]) -> bool:
+    levers = [factor.lever for factor in space.factors if factor.key in on]
+    return (len(set(levers)) == len(levers) and not any(pair <= set(levers) for pair in space.excludes)
+            and all(needed in levers for lever in levers for needed in space.needs.get(lever, ())))
+
+
+def simulated(space: Space, rng: np.random.Generator, processes: int, rows: int, noise: float = 0.04,
+              luck: float = 0.05) -> tuple[list[Block], dict[str, float]]:
+    """Blocks of a program with known effects, and these."""
+    effects = {factor.key: float(rng.normal(0, 0.12)) for factor in space.factors}
+    blocks, every = [], [space.keys(row) for row in space.every_row]
+    for process in range(processes):
+        mine = float(rng.normal(0, luck))
+        fixed = every[rng.integers(len(every))]
+        for at in range(rows):
+            on = frozenset(key for key in fixed if not space.factors[space.index[key]].live or rng.random() < 0.5)
+            if space.allowed(on):
+                log_ms = 4 + mine + sum(effects[key] for key in on) + noise * float(rng.standard_t(3)) / math.sqrt(3)
+                blocks.append(Block(process, on, 10.0 * process + 0.3 * at, at, math.exp(log_ms)))
+    return blocks, effects
+
+
+# -- allowed sets -----------------------------------------------------------------------------------------------------------
+
+
+@given(spaces())
+def test_what_is_allowed(space):
+    keys = [factor.key for factor in space.factors]
+    every = [frozenset(some) for n in range(len(keys) + 1) for some in itertools.combinations(keys, n)]
+    allowed = {on for on in every if allowed_by_definition(space, on)}
+    assert {on for on in every if space.allowed(on)} == allowed
+    assert {space.keys(row) for row in space.every_row} == allowed
+
+
+@given(spaces(), st.integers(0, 2**32 - 1))
+def test_sampled_sets_are_allowed_and_differ(space, seed):
+    rows = space.sample(np.random.default_rng(seed), 32)
+    found = [space.keys(row) for row in rows]
+    assert len(set(found)) == len(found)
+    assert all(allowed_by_definition(space, on) for on in found)
+
+
+def test_a_key_twice_or_unknown_is_rejected():
+    with pytest.raises(ValueError, match="twice"):
+        Space((Factor("a", "a", True), Factor("a", "b", True)))
+    with pytest.raises(ValueError, match="'b' is not among"):
+        space_of(1).allowed(frozenset({"b"}))
+
+
+@given(spaces(), st.integers(0, 2**32 - 1))
+@settings(max_examples=40)
+def test_the_descent_finds_what_enumeration_finds(space, seed):
+    """Where sets cannot be enumerated they are searched; single levers and linked pairs suffice for effects without large interactions."""
+    effects = np.random.default_rng(seed).normal(0, 1, (4, len(space.factors) + len(space.pairs)))
+    effects[:, len(space.factors):] *= 0.05
+    best = space.best_rows(effects, 0.01)
+    times = [(space.features(rows) * effects).sum(axis=1) + 0.01 * rows.sum(axis=1) for rows in (best, _searched(space, effects))]
+    assert space.allowed_rows(_searched(space, effects)).all()
+    chained = any(sum(lever in pair for pair in (*space.excludes, *({a, *b} for a, b in space.needs.items()))) > 1 for lever in space.columns_of)
+    assert (times[1] >= times[0] - 1e-9).all()
+    assert chained or np.allclose(*times)
+
+
+def _searched(space: Space, effects: np.ndarray) -> np.ndarray:
+    """The answer of a space that holds too many sets to enumerate them."""
+    large = Space(space.factors, space.excludes, space.needs)
+    large.__dict__["every_row"] = None
+    return large.best_rows(effects, 0.01)
+
+
+def test_many_factors_are_searched_in_time_and_within_the_rules():
+    space = space_of(20, excludes=frozenset({frozenset("ab"), frozenset("cd")}), needs={"e": ("f",)})
+    assert space.every_row is None
+    fitted = fit(space, [Block(at, frozenset({key}), float(at), 0, 100 - 2.0 * at) for at, key in enumerate(["a=0", "e=0", "k=0", "t=0"])])
+    assert space.allowed(fitted.best())
+    assert fitted.regret(fitted.best()) >= 0
+
+
+# -- estimates ----------------------------------------------------------------------------------------------------------------
+
+
+def test_as_generalised_least_squares():
+    """With known variances and normal noise: the posterior of a small case, computed from the covariance of the measurements."""
+    space = Space((Factor("a", "a", True, mean=-0.1, sd=0.2), Factor("b", "b", False, sd=0.3)))
+    rows = [(0, ""), (0, "a"), (1, "b"), (1, "ab"), (2, ""), (2, "a"), (3, "b"), (3, "ab"), (3, "b")]
+    rng = np.random.default_rng(1)
+    ms = [100 * math.exp(-0.2 * ("a" in on) + 0.1 * ("b" in on) + 0.01 * rng.standard_normal()) for _, on in rows]
+    spread = Spread(tail=1e9, noise_tail=1e9, misfit=0.0, luck=(0.05, FIXED), noise=(0.2, FIXED), work=(1e-4, FIXED), drift=(1e-4, FIXED))
+    fitted = fit(space, [Block(process, frozenset(on), 0.0, at, t) for at, ((process, on), t) in enumerate(zip(rows, ms, strict=True))], spread)
+
+    x = np.array([["a" in on, "b" in on, on == "ab"] for _, on in rows], dtype=float)
+    prior = np.array([-0.1, 0.0, 0.0])
+    same = np.array([[a == b for b, _ in rows] for a, _ in rows], dtype=float)
+    between = x @ np.diag([0.2**2, 0.3**2, 0.035**2])
+    cov_y = between @ x.T + 9.0 + 0.05**2 * same + (0.2**2 + 1e-8) * np.eye(len(rows))
+    y = np.log(ms)
+    gain = between.T @ np.linalg.inv(cov_y)
+    expected = prior + gain @ (y - np.median(y) - x @ prior)
+    expected_cov = np.diag([0.2**2, 0.3**2, 0.035**2]) - gain @ between
+    assert fitted.mean == pytest.approx(expected, abs=1e-4)
+    assert fitted.cov == pytest.approx(expected_cov, rel=1e-3, abs=1e-6)
+    assert fitted.gain(frozenset("a")).median == pytest.approx(math.exp(-expected[0]), rel=1e-4)
+
+
+def test_what_is_not_known_of_luck_widens_the_interval():
+    """Four processes, two with the lever: beside an integral over four hundred values of the luck."""
+    space, prior_sd, median, log_sd = Space((Factor("p", "p", False, sd=0.3),)), 0.3, 0.04, 0.6
+    rng = np.random.default_rng(8)
+    rows = [(process, process % 2) for process in range(4) for _ in range(6)]
+    shift = (0.0, -0.02, 0.09, -0.12)
+    y = np.array([shift[process] + 0.01 * rng.standard_normal() for process, _ in rows])
+    spread = Spread(tail=1e9, noise_tail=1e9, misfit=0.0, luck=(median, log_sd), noise=(0.01, FIXED), work=(1e-4, FIXED), drift=(1e-4, FIXED))
+    blocks = [Block(process, frozenset({"p"} if on else ()), 0.0, at, math.exp(t)) for at, ((process, on), t) in enumerate(zip(rows, y, strict=True))]
+    fitted = fit(space, blocks, spread)
+
+    x = np.array([on for _, on in rows], dtype=float)
+    same = np.array([[a == b for b, _ in rows] for a, _ in rows], dtype=float)
+    logs = np.linspace(math.log(median) - 4 * log_sd, math.log(median) + 4 * log_sd, 400)
+    weights, draws = [], []
+    for log_luck in logs:
+        cov = prior_sd**2 * np.outer(x, x) + 9.0 + math.exp(2 * log_luck) * same + 1e-4 * np.eye(len(x))
+        inverse = np.linalg.inv(cov)
+        weights.append(-0.5 * np.linalg.slogdet(cov)[1] - 0.5 * y @ inverse @ y - 0.5 * ((log_luck - math.log(median)) / log_sd) ** 2)
+        gain = prior_sd**2 * x @ inverse
+        draws.append(rng.normal(gain @ y, math.sqrt(prior_sd**2 - gain @ x * prior_sd**2), 4000))
+    shares = np.exp(np.array(weights) - max(weights))
+    effects = np.concatenate([rng.choice(draw, round(400 * share)) for draw, share in zip(draws, shares, strict=True)])
+    low, high = np.quantile(effects, (0.025, 0.975))
+    estimate = fitted.gain(frozenset({"p"}))
+    assert math.log(estimate.high / estimate.low) == pytest.approx(high - low, rel=0.05)
+
+
+@given(st.permutations(range(24)))
+@settings(max_examples=20)
+def test_the_order_of_blocks_does_not_matter(order):
+    blocks, _ = simulated(space_of(3), np.random.default_rng(5), 4, 8)
+    shuffled = [blocks[at] for at in order if at < len(blocks)] + blocks[24:]
+    one, other = fit(space_of(3), blocks), fit(space_of(3), shuffled)
+    assert (one.mean == other.mean).all()
+    assert (one.cov == other.cov).all()
+
+
+@given(st.floats(0.01, 1000), st.integers(0, 100))
+@settings(max_examples=20)
+def test_units_and_numbers_of_processes_do_not_matter(factor, shift):
+    blocks, _ = simulated(space_of(3), np.random.default_rng(6), 4, 6)
+    moved = [Block(b.process + shift, b.on, b.at_s + shift, b.window + shift, factor * b.ms, b.host) for b in blocks]
+    assert fit(space_of(3), moved).mean == pytest.approx(fit(space_of(3), blocks).mean, abs=1e-6)
+
+
+def test_what_was_never_on_keeps_its_prior():
+    space = Space((Factor("a", "a", True), Factor("b", "b", False, mean=-0.3, sd=0.07)))
+    fitted = fit(space, [Block(at % 3, frozenset({"a"} if at % 2 else ()), float(at), at, 100.0 + at % 5) for at in range(30)])
+    assert fitted.measured == {"a"}
+    assert fitted.mean[1:] == pytest.approx([-0.3, 0.0])
+    assert np.sqrt(np.diag(fitted.cov))[1:] == pytest.approx([0.07, Spread().pair])
+    assert fitted.cov[0, 1:] == pytest.approx([0.0, 0.0], abs=1e-12)
+    assert fitted.effect("b").median == pytest.approx(math.exp(0.3))
+
+
+def test_nothing_measured_is_the_prior():
+    space = Space((Factor("a", "a", True, mean=-0.1), Factor("b", "b", True, mean=0.1)))
+    assert fit(space, ()).best() == {"a"}
+    assert fit(Space(()), [Block(0, frozenset(), 0.0, 0, 10.0)]).best() == frozenset()
+
+
+@pytest.mark.parametrize("ms", [0.0, -1.0, math.inf, math.nan])
+def test_an_impossible_time_is_rejected(ms):
+    with pytest.raises(ValueError, match="positive"):
+        fit(space_of(1), [Block(0, frozenset(), 0.0, 0, ms)])
+
+
+def test_an_outlier_has_little_influence():
+    rng = np.random.default_rng(2)
+    blocks = [Block(0, frozenset({"a=0"} if at % 2 else ()), 0.4 * at, at, 100 * math.exp(0.02 * rng.standard_normal())) for at in range(40)]
+    spoilt = [*blocks[:39], Block(0, frozenset({"a=0"}), 15.6, 39, 1000.0)]
+    assert fit(space_of(1), spoilt).effect("a=0").median == pytest.approx(fit(space_of(1), blocks).effect("a=0").median, abs=0.01)
+
+
+def test_the_same_window_is_the_same_work():
+    """Windows that differ by half of the time, in the same order under both plans: without them the intervals would be far wider."""
+    rng = np.random.default_rng(3)
+    work = rng.normal(0, 0.5, 12)
+    blocks = [Block(process, frozenset({"d=0"} if process % 2 else ()), 0.4 * at, at,
+                    100 * math.exp(work[at] - 0.2 * (process % 2) + 0.01 * rng.standard_normal())) for process in range(4) for at in range(12)]
+    found = fit(space_of(4), blocks)
+    apart = fit(space_of(4), [Block(b.process, b.on, b.at_s, 100 * b.process + b.window, b.ms) for b in blocks])
+    assert found.work > 0.2
+    assert math.log(found.effect("d=0").high / found.effect("d=0").low) < 0.7 * math.log(apart.effect("d=0").high / apart.effect("d=0").low)
+
+
+def test_intervals_cover_the_truth():
+    """40 programs of six levers: 93 to 97 % is what thousands show; 240 intervals differ from that by chance."""
+    space, covered = space_of(6), []
+    for seed in range(40):
+        blocks, effects = simulated(space, np.random.default_rng(seed), 8, 8)
+        fitted = fit(space, blocks)
+        for key, effect in effects.items():
+            estimate = fitted.effect(key)
+            covered.append(estimate.low <= math.exp(-effect) <= estimate.high)
+    assert 0.91 <= np.mean(covered) <= 0.99
+
+
+def test_regret_falls_with_data():
+    space, expected, real = space_of(6), [], []
+    for seed in range(12):
+        blocks, effects = simulated(space, np.random.default_rng(seed), 12, 10)
+        best = sum(min(effect, 0) for effect in effects.values())
+        fits = [fit(space, [b for b in blocks if b.process < n]) for n in (0, 3, 12)]
+        expected.append([f.regret(f.best()) for f in fits])
+        real.append([sum(effects[key] for key in f.best()) - best for f in fits])
+    for values in (np.mean(expected, axis=0), np.mean(real, axis=0)):
+        assert values[0] > 2 * values[1] > 2 * values[2]
+
+
+def test_luck_and_noise_are_told_apart():
+    blocks, _ = simulated(space_of(2), np.random.default_rng(4), 16, 12, noise=0.02, luck=0.1)
+    fitted = fit(space_of(2), blocks)
+    assert 0.06 < fitted.luck < 0.16
+    assert 0.01 < fitted.noise < 0.03
+
+
+def test_draws_are_those_of_the_posterior():
+    blocks, _ = simulated(space_of(3), np.random.default_rng(7), 4, 6)
+    fitted = fit(space_of(3), blocks, Spread(misfit=0.0))
+    draws = fitted.draws(4000, seed=1)
+    assert (draws == fitted.draws(4000, seed=1)).all()
+    assert draws.mean(axis=0) == pytest.approx(fitted.mean, abs=0.01)
+    assert np.cov(draws.T) == pytest.approx(fitted.cov, abs=0.003)
+    on = frozenset({"a=0", "c=0"})
+    gains, estimate = np.exp(-draws @ space_of(3).features(space_of(3).rows([on]))[0]), fitted.gain(on)
+    assert (estimate.median, estimate.low, estimate.high) == pytest.approx(tuple(np.quantile(gains, (0.5, 0.025, 0.975))), rel=0.05)
+    assert estimate.chance == pytest.approx((gains > 1).mean(), abs=0.03)
+
+
+def test_however_much_is_measured_sets_are_known_to_their_misfit_only():
+    """Interactions of three levers are not in the model."""
+    blocks = [Block(at, frozenset({"a=0"} if at % 2 else ()), 0.1 * at, at, 100.0 + at % 4 // 2) for at in range(400)]
+    estimate = fit(space_of(1), blocks, Spread(misfit=0.05)).gain(frozenset({"a=0"}))
+    assert math.log(estimate.high / estimate.low) == pytest.approx(2 * 1.96 * 0.05 * math.sqrt(2), rel=0.02)
+    assert fit(space_of(1), blocks).gain(frozenset({"a=0"}), frozenset({"a=0"})).low == pytest.approx(1.0)
+
+
+def test_an_effect_beside_another_value_of_its_lever():
+    fitted = fit(space_of(1, values=2), [Block(0, frozenset({key} if key else ()), float(at), at, ms) for at, (key, ms) in
+                                         enumerate([("", 100), ("a=0", 80), ("a=1", 90), ("", 100), ("a=0", 80), ("a=1", 90)] * 3)])
+    for beside in ("a=0", "a=1"):
+        assert fitted.effect("a=1", frozenset({beside})) == fitted.effect("a=1")
+    assert fitted.best() == {"a=0"}
+
+
+def test_a_gain_that_is_too_small_is_left_out():
+    fitted = fit(Space((Factor("a", "a", True, mean=-0.01), Factor("b", "b", True, mean=-0.05))), ())
+    assert fitted.best() == {"a", "b"}
+    assert fitted.best(min_gain_per_lever=0.02) == {"b"}
+
+
+def test_a_t_prior_shrinks_large_effects_less():
+    """One coefficient far outside its prior, measured well enough to say so."""
+    x, y = np.ones((6, 1)), np.full(6, 1.0) + np.array([0.05, -0.05, 0.03, -0.03, 0.01, -0.01])
+    noise = Component(0.2, FIXED)
+    normal, tailed = (solve(x, y, [Group(1, np.array([0.1]), 0.0, tail)], noise, slice(0, 1)).parts[0].mean[0] for tail in (None, 4.0))
+    assert normal < 0.75
+    assert tailed > 0.85
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="threads are counted in /proc")
+@pytest.mark.parametrize("limit", [None, "2"])
+def test_numpy_has_one_thread_and_the_environment_is_as_before(limit):
+    """In a process that imports the search first, with a product that is large enough for a pool of threads."""
+    code = ("import flatout.tune.search, os, numpy\n"
+            "numpy.ones((600, 600)) @ numpy.ones((600, 600))\n"
+            "print(os.environ.get('OMP_NUM_THREADS'), [line.split()[1] for line in open('/proc/self/status') if line.startswith('Threads')][0])")
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", code], env={**environment, **({"OMP_NUM_THREADS": limit} if limit else {})}, capture_output=True, text=True,
+                          timeout=60)
+    assert done.stdout.split() == [str(limit), "1"], done.stderr
+
+
+def test_a_machine_that_changes_its_speed_within_seconds():
+    """Programs that take turns are slow and fast together: that is a moment of the machine, and not the noise of their blocks."""
+    rng, space, blocks = np.random.default_rng(0), Space((Factor("p", "p", False),)), []
+    for turn in range(48):
+        slow = 0.5 * (0.7 * turn % 8.0 < 4.0)
+        for process in range(2):
+            on = frozenset({"p"} if process else ())
+            log_ms = 4 + slow - 0.1 * process + 0.02 * rng.standard_normal()
+            blocks.append(Block(process, on, 0.7 * turn + 0.35 * process, 2 * turn + process, math.exp(log_ms)))
+    fitted = fit(space, blocks)
+    assert fitted.noise < 0.1
+    gain = fitted.gain(frozenset({"p"}))
+    assert gain.low < math.exp(0.1) < gain.high
