@@ -119,7 +119,7 @@ def programs_of(folder: Path, theme: str, field: str) -> dict[tuple[str, str], d
 
 def device_of(made: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
     """What the record says itself. Older records do not: those of a CPU come from one without bfloat16."""
-    return entry.get("device_kind") or (CPU if made["slug"] == "cpu" else CUDA)
+    return entry.get("device_kind") or (CPU if made["slug"].startswith("cpu") else CUDA)
 
 
 def open_set_records(scripts: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[Record]:

@@ -32,6 +32,7 @@ from flatout.measure.clock import today  # noqa: E402
 from flatout.plan.facts import Facts  # noqa: E402
 from flatout.plan.folder import read_json, write_whole  # noqa: E402
 from flatout.probe.machine import look  # noqa: E402
+from flatout.tune.prior import device_kind  # noqa: E402
 
 # theme, the command that makes it, what it answers
 THEMES = (
@@ -92,7 +93,7 @@ def stamp(facts: Facts | None = None) -> dict[str, Any]:
 
     return {
         "device": f"{', '.join(gpus) + ', ' if gpus else ''}{facts.cpu}, {facts.cores} cores, {facts.memory_bytes / 2**30:.0f} GiB",
-        "slug": _slug(gpus[0]) if gpus else "cpu",
+        "slug": _slug(gpus[0]) if gpus else device_kind(facts).replace(" with ", "_"),
         "versions": {"python": facts.python, **facts.versions, "flatout": f"{__version__}{_commit()}"},
         "date": today(),
         "load_at_start": None if load is None else round(load, 2),

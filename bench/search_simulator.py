@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     made = stamp()
-    measured = measured_effects(sorted(RESULTS.glob("open_set_cpu_*.json"))[-1])
+    measured = measured_effects(sorted(RESULTS.glob("open_set_cpu_*.json")))
     known = {} if args.from_scratch else read_result("search_simulator", made, args.out).get("rows", {})
     rows: dict[str, list[dict[str, Any]]] = {f"{start_s:g}": known.get(f"{start_s:g}", []) for start_s in sorted({*args.starts, *map(float, known)})}
     for start_s in args.starts:

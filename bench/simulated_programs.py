@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,10 @@ KNOWN_PAIRS = frozenset(map(frozenset, (("loader", "threads"), ("cached_prefix",
                                         ("loader", "batched_transforms"))))
 
 
-def measured_effects(page: Path) -> dict[str, list[float]]:
+def measured_effects(pages: Iterable[Path]) -> dict[str, list[float]]:
     """Effects in log time, negative is faster, by lever: those that were measured alone in the open set."""
     found: dict[str, list[float]] = {}
-    for script in json.loads(page.read_text())["scripts"].values():
+    for script in (script for page in pages for script in json.loads(page.read_text())["scripts"].values()):
         for lever in script.get("levers", ()):
             if lever["ratio"] and "together" not in lever["how"]:
                 found.setdefault(lever["name"], []).append(-math.log(lever["ratio"]))
