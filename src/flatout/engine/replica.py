@@ -36,6 +36,7 @@ from typing import Any
 from flatout.engine.applier import Applier
 from flatout.engine.replay import Played, Replay, clone, random_state, set_random_state
 from flatout.engine.rounding import HALF_NUDGE, NUDGE, check, compare, later, same
+from flatout.engine.slices import sliced
 from flatout.measure.clock import seconds
 from flatout.measure.parity import tensors_in
 from flatout.plan.plan import Choice
@@ -46,6 +47,9 @@ FEWEST_UPDATES = 32
 SHARPENING_S = 4.0  # of updates beyond the fewest
 LONGEST_SHARPENING_S = 8.0  # where the fewest take longer there are none
 STEPS_OF_A_LARGE_MODEL = 2  # or of a slow one
+SLOW_MS = 1000.0
+PLAYS = 17  # in steps: what judging a slow program takes
+LONGEST_PLAYS_S = 12.0  # from here on they are played with a part of their samples
 LARGE = 100_000_000  # parameters; the gradients of all steps are held at once
 PATIENCE_STEPS = 12
 
@@ -67,7 +71,7 @@ class Reference:
 class StepReplica:
     """Listens to a few steps of the script, then judges. ``captured`` is True once it has seen enough."""
 
-    def __init__(self, scene: Any, applier: Applier, choices: Sequence[Choice], slow: bool = False) -> None:
+    def __init__(self, scene: Any, applier: Applier, choices: Sequence[Choice], step_ms: float = 0.0) -> None:
         self.scene = scene
         self.torch = scene.torch
         self.applier = applier
@@ -80,7 +84,10 @@ class StepReplica:
         self._steps: dict[int, list[dict[str, Any]]] = {}
         self._start = scene.steps
         self._reference: Reference | None = None
-        self._wanted = STEPS_OF_A_LARGE_MODEL if slow or sum(p.numel() for p in scene.parameters) > LARGE else STEPS
+        self._step_ms = step_ms
+        self._played: list[list[dict[str, Any]]] = []  # the captured steps, with ``_share`` of their samples
+        self._share = 1.0
+        self._wanted = STEPS_OF_A_LARGE_MODEL if step_ms > SLOW_MS or sum(p.numel() for p in scene.parameters) > LARGE else STEPS
 
     @property
     def captured(self) -> bool:
@@ -151,8 +158,16 @@ class StepReplica:
 
     def _judge(self, steps: list[list[dict[str, Any]]], bitwise: bool) -> dict[str, Any]:
         if self._reference is None:
-            self._reference = self._plain_plays(steps)
-        reference = self._reference
+            share = 1000 * LONGEST_PLAYS_S / (PLAYS * max(self._step_ms, 1.0))
+            self._played, self._share = sliced(steps, share, self.torch) if share < 1 else (steps, 1.0)
+            try:
+                self._reference = self._plain_plays(self._played)
+            except Exception:  # a module that cannot do with fewer samples
+                if self._share == 1.0:
+                    raise
+                self._played, self._share = steps, 1.0
+                self._reference = self._plain_plays(self._played)
+        reference, steps = self._reference, self._played
         try:
             levers = reference.replay.play(steps, self.choices)
         except Exception as error:  # the plain play has just gone through
@@ -161,7 +176,7 @@ class StepReplica:
             return {"checks": [check("levers", 1.0, 0.0, f"a step of the program does not go through under the levers: {levers.failure}")]}
         if bitwise:
             return {"checks": [same(reference.plain, levers, self.torch)]}
-        found = compare(reference.plain, levers, reference.double, reference.nudged, self.torch)
+        found = compare(reference.plain, levers, reference.double, reference.nudged, self.torch, self._share)
         found["checks"] += later(reference.plain, levers, reference.later, reference.sure, self.torch)
         return found
 

@@ -36,24 +36,25 @@ USABLE_ANSWER = 0.5
 USABLE_REFERENCE = 1e-2  # float32 further than this from float64: the random draws differed, or the maths is chaotic
 
 
-def compare(plain: Played, levers: Played, double: Played, nudged: Played, torch: Any) -> dict[str, Any]:
+def compare(plain: Played, levers: Played, double: Played, nudged: Played, torch: Any, share: float = 1.0) -> dict[str, Any]:
     """``{"checks": [{name, value, limit, passed, why}], "noise": float, "smooth": bool}``.
 
     ``nudged`` holds the first step only, ``double`` that or nothing. ``smooth`` tells that the losses of the levers'
-    first steps cannot leave the plain ones by more than the gradient error that was seen.
+    first steps cannot leave the plain ones by more than the gradient error that was seen. ``share``: of the samples of a batch that were
+    played; the gradients of whole batches are closer to each other by its square root.
     """
     if double.gradients and not relative_distance(plain.gradients[0], double.gradients[0], torch) <= USABLE_REFERENCE:
         double = Played()
-    noise = _noise(plain.gradients, torch)
+    noise = _noise(plain.gradients, torch) * math.sqrt(share)
     outputs, error = _outputs(plain, levers, double)
     kinks = max(HALF_UNIT, KINKS * math.sqrt(error))
-    checks = [outputs, _gradient(plain, levers, double, noise, kinks, torch), _parameters(plain, levers, double, kinks, torch)]
+    checks = [outputs, _gradient(plain, levers, double, noise, kinks, torch), _parameters(plain, levers, double, kinks, share, torch)]
     if plain.updates:
         checks.append(_updates(plain, levers, double, torch))
     clipping = max((abs(x - y) / y for x, y in zip(levers.clipped, plain.clipped, strict=True) if y), default=0.0)
     checks.append(check("clipping", clipping, FLOOR, f"clip_grad_norm_ leaves gradients {clipping:.2g} (relative) from those that it leaves in the plain step"))
     if all(any(bool((move != 0).any()) for move in moves) for moves in plain.moves):
-        checks.append(_buffers(plain, levers, double, torch))
+        checks.append(_buffers(plain, levers, double, share, torch))
     answer = max((_of_spread(a, b) for a, b in zip(nudged.outputs[0], plain.outputs[0], strict=True)), default=0.0)
     smooth = relative_distance(nudged.gradients[0], plain.gradients[0], torch) <= SMOOTH * answer
     return {"checks": checks, "noise": noise, "smooth": smooth}
@@ -128,7 +129,7 @@ def _gradient(plain: Played, levers: Played, double: Played, noise: float, kinks
     return check("gradient", error, limit, f"the gradient is {error:.2g} (relative) from {_name(double)}{_own(double, own)}; two batches differ by {noise:.2g}")
 
 
-def _parameters(plain: Played, levers: Played, double: Played, kinks: float, torch: Any) -> dict[str, Any]:
+def _parameters(plain: Played, levers: Played, double: Played, kinks: float, share: float, torch: Any) -> dict[str, Any]:
     worst = (-1.0, 0.0, kinks, 0.0)
     for at in range(len(plain.gradients[0])):
         mine, other = ([grads[at] for grads in played.gradients] for played in (plain, levers))
@@ -136,7 +137,7 @@ def _parameters(plain: Played, levers: Played, double: Played, kinks: float, tor
         size = _size(mine)
         if size == 0.0 or own > USABLE_REFERENCE:  # a gradient of nothing but rounding (a bias before a normalisation) says nothing
             continue
-        noise = math.sqrt(len(mine) / (2 * len(mine) - 2)) * _size([_minus(a, b) for a, b in pairwise(mine)]) / size
+        noise = math.sqrt(share * len(mine) / (2 * len(mine) - 2)) * _size([_minus(a, b) for a, b in pairwise(mine)]) / size
         error = _size([_minus(a, b) for a, b in zip(other, mine, strict=True)]) / size
         limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
         if not error / limit <= worst[0]:
@@ -158,9 +159,9 @@ def _updates(plain: Played, levers: Played, double: Played, torch: Any) -> dict[
     return check("update", worst[1], worst[2], f"from the same gradients the optimizer makes an update {worst[1]:.2g} (relative) from that of {_name(double)}")
 
 
-def _buffers(plain: Played, levers: Played, double: Played, torch: Any) -> dict[str, Any]:
+def _buffers(plain: Played, levers: Played, double: Played, share: float, torch: Any) -> dict[str, Any]:
     error = max(relative_distance(x, y, torch) for x, y in zip(levers.moves, plain.moves, strict=True))
-    cap = NOISE_CAP * _noise(plain.moves, torch)
+    cap = NOISE_CAP * _noise(plain.moves, torch) * math.sqrt(share)
     own = relative_distance(plain.moves[0], double.moves[0], torch) if double.moves else None
     limit = max(FLOOR, cap if own is None else min(cap, max(HALF_UNIT, HALF_OF_FLOAT32 * own)))
     return check("buffers", error, limit, f"running statistics moved {error:.2g} (relative) from where the plain step moved them")

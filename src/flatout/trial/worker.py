@@ -53,7 +53,6 @@ from flatout.trial.recorder import Recorder
 from flatout.trial.spec import TrialSpec, levers
 from flatout.trial.watch import Watch
 
-SLOW_MS = 1000.0  # each step of a replica is done three times over
 TICKS_OF_A_COMPILER = 4  # shapes, train and eval, the graph recorded: each may cost one
 CLOSURE_PASSES = 4  # so many backward passes inside one optimizer step, and a second gone: the pass is the tick
 CLOSURE_S = 1.0
@@ -346,7 +345,7 @@ class Worker(Listener):
                 self.block_until_s = seconds() + float(command.get("seconds", "inf"))
                 break
             if do == "replica":
-                self.replica = StepReplica(self.scene, self.applier, choices_of(command["choices"]), slow=median(self.ticks_ms) > SLOW_MS)
+                self.replica = StepReplica(self.scene, self.applier, choices_of(command["choices"]), median(self.ticks_ms))
                 self.block_left = 0
                 break
             if do == "listen":

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.engine.guard import START_STEPS, judge, shake_for, wants_shaken
+from flatout.engine.replica import SLOW_MS
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round, compare, median
 from flatout.plan.plan import Choice, Plan, spell
@@ -228,7 +229,7 @@ def _keep(tuning: Tuning, pairs: Pairs, tuned: Sequence[Candidate], seed: int, a
         if on <= tuning.choices.keys():
             tuning.processes += 1
             tuning.keep_blocks(tuning.processes, [on] * len(one.rows), seen, seed + 1)
-        tuning.start_cost_s = max(tuning.start_cost_s, seen.start_s / (2.0 if len(asked) > 1 else 1.0))
+        tuning.start_cost_s = max(tuning.start_cost_s, tuning.start_of(seen.start_s, len(asked)) / (1.5 if len(asked) > 1 else 1.0))
     if len(times) == 2:
         pairs.rounds.append([Round(a, b) for a, b in zip(times[True], times[False], strict=False)])
 
@@ -239,22 +240,23 @@ def _judged(tuning: Tuning, tuned: Sequence[Candidate], replica: dict[str, Any] 
     found = judge(effect, plain, others, replica, tuning.first_plain, tuning.shaken.get(shake, ()), pairs.late)
     if shake not in tuning.shaken and wants_shaken(found):
         tuning.watcher.stage("guard", "the plain program with its weights shaken in the last place: how far does it carry rounding?")
-        tuning.shaken[shake] = shaken(tuning, [record.seed or 0 for record in plain[:FEWEST_PAIRS]], shake)
+        seeds = [record.seed or 0 for record in plain[:FEWEST_PAIRS if tuning.arena.tick_ms < SLOW_MS else 1]]
+        tuning.shaken[shake] = shaken(tuning, seeds, shake, max(len(record.losses) for record in plain))
         found = judge(effect, plain, others, replica, tuning.first_plain, tuning.shaken[shake], pairs.late)
     return found
 
 
-def shaken(tuning: Tuning, seeds: Sequence[int], shake: float) -> list[TrialRecord]:
-    """Plain runs that were shaken, long enough for the first losses; none where one of them does not come through."""
-    arena = tuning.arena
+def shaken(tuning: Tuning, seeds: Sequence[int], shake: float, known: int = START_STEPS) -> list[TrialRecord]:
+    """Plain runs that were shaken, long enough for the first of ``known`` losses; none where one of them does not come through."""
+    arena, steps = tuning.arena, min(START_STEPS, known)
     trials = [arena.start(Plan(), seed, shake) for seed in seeds]
     try:
         if any(gone is not None for gone in arena.ready(trials, tuning.patience_s)):
             return []
         records = []
         for trial in trials:
-            if trial.ticks_done < START_STEPS:
-                arena.run(trial, START_STEPS - trial.ticks_done)
+            if trial.ticks_done < steps:
+                arena.run(trial, steps - trial.ticks_done)
             records.append(trial.finish())
         return records
     finally:

@@ -25,10 +25,11 @@ from flatout.tune.factors import make_space, recall
 from flatout.tune.one_thread import np
 from flatout.tune.orders import together_order
 from flatout.tune.together import FEWEST_TURNS, Asked, Member, Seen, measure_together, take_turns
-from flatout.tune.tuning import FEWEST_PAIRS, TWO_STARTS, Tuning, only
+from flatout.tune.tuning import Tuning, only
 
 WAVE = 2  # programs that are started together
-FIRST_ROWS = 6  # of the observed program, before any other is started
+FIRST_ROWS, FEWEST_FIRST_ROWS = 6, 3  # of the observed program, before any other is started
+FIRST_SHARE = 0.1  # of the budget, for them
 BESIDE_ROWS = 2  # of the observed program in each wave
 ROWS = 10  # of each program of a wave, and FEWEST_TURNS at least
 ROWS_SHARE = 0.75  # of what a start costs may be spent on measuring
@@ -78,10 +79,10 @@ class _Exploring:
         if plain is None or not self.quick.switched.any():
             return
         tuning.watcher.stage("exploring", "live levers, switched together in the running program")
-        n = FIRST_ROWS if self.arena.tick_ms < SLOW_TICK_MS else FIRST_ROWS - 2
+        n = max(FEWEST_FIRST_ROWS, min(FIRST_ROWS, int(FIRST_SHARE * tuning.budget_s / self._row_s)))
         rows = [NOTHING, *live_rows(self.quick, None, NOTHING, n - 1, self.random)]
         member = Member(plain, tuning.live_rows(rows), Seen(), fresh=False)
-        least_s = 1.5 * n * (self.arena.block_s + self.arena.tick_ms / 1000)  # also where the budget is hardly enough for confirming
+        least_s = 1.5 * n * self._row_s  # also where the budget is hardly enough for confirming
         take_turns(self.arena, [member], max(tuning.explore_until_s, seconds() + least_s))
         self._keep_observed(member, rows)
 
@@ -99,31 +100,38 @@ class _Exploring:
 
     @property
     def _programs(self) -> int:
-        """How many are started at once."""
+        """How many are started at once: two where memory and time allow it."""
         elsewhere = self.tuning.elsewhere
         if elsewhere is not None and elsewhere.ready:
             return WAVE * len(elsewhere.ready)
-        return max(1, min(WAVE, self.tuning.copies - 1))
+        two = self.tuning.copies > WAVE and self._rows_each(WAVE) >= self._fewest_rows
+        return WAVE if two else 1
 
     @property
     def _until_s(self) -> float:
-        """The first wave may take time that is meant for a third pair: without any wave there would be nothing to confirm."""
-        tuning = self.tuning
-        return tuning.explore_until_s if self.waves else max(tuning.explore_until_s, tuning.end_s - FEWEST_PAIRS * tuning.pair_s)
+        return self.tuning.explore_until_s if self.waves else self.tuning.first_wave_until_s
 
     def _rows_each(self, programs: int) -> int:
         """How many blocks each program of a wave may have. It has fewer where measuring would cost more than ROWS_SHARE of what starting did."""
-        tuning, block_s = self.tuning, max(self.arena.block_s + self.arena.tick_ms / 1000, 0.01)
-        here = min(programs, WAVE)
-        left_s = self._until_s - self.compiling.reserved_s - seconds() - tuning.start_cost_s * (TWO_STARTS if here > 1 else 1.0)
-        rows = min(ROWS, int(left_s / (here * block_s)))
+        tuning, here = self.tuning, min(programs, WAVE)
+        left_s = self._until_s - self.compiling.reserved_s - seconds() - tuning.starts_s(here)
+        beside = BESIDE_ROWS if tuning.observed is not None else 0
+        rows = min(ROWS, int((left_s / self._row_s - beside) / here))
         if tuning.length_ticks is not None:
             rows = min(rows, max(1, (tuning.length_ticks - tuning.warm_ticks) // (self.arena.block_ticks + self.arena.settle_ticks)))
         return rows
 
+    @property
+    def _row_s(self) -> float:
+        """What one row takes, with what comes after a switch."""
+        return max(self.arena.window_ticks * self.arena.tick_ms / 1000, 0.01)
+
+    @property
+    def _fewest_rows(self) -> int:
+        return 1 if self.tuning.length_ticks is not None else FEWEST_TURNS if self.arena.tick_ms < SLOW_TICK_MS else FEWEST_TURNS - 1
+
     def _time_for_a_wave(self) -> bool:
-        fewest = 1 if self.tuning.length_ticks is not None else FEWEST_TURNS if self.arena.tick_ms < SLOW_TICK_MS else FEWEST_TURNS - 1
-        return bool(self.quick.factors) and self._rows_each(self._programs) >= fewest
+        return bool(self.quick.factors) and self._rows_each(self._programs) >= self._fewest_rows
 
     def _wave(self) -> None:
         tuning, space = self.tuning, self.quick
@@ -174,12 +182,11 @@ class _Exploring:
             if space.switched.any():
                 rows += live_rows(space, tuning.fit_of(space), NOTHING, BESIDE_ROWS - 1, self.random)
             beside = [(Member(plain, tuning.live_rows(rows), Seen(), fresh=False), rows)]
-        until_s = max(tuning.explore_until_s, tuning.end_s - FEWEST_PAIRS * tuning.pair_s if self.waves == 1 else 0.0)
+        until_s = tuning.first_wave_until_s if self.waves == 1 else tuning.explore_until_s
         found = measure_together(self.arena, asked, until_s, tuning.patience_s, [member for member, _ in beside], ROWS_SHARE)
         started = [seen.start_s for seen in found if seen.ready]
         if started:
-            each = max(started) / (TWO_STARTS if len(asked) > 1 else 1.0)
-            tuning.start_cost_s = 0.5 * (tuning.start_cost_s + each)
+            tuning.start_cost_s = 0.5 * (tuning.start_cost_s + tuning.start_of(max(started), len(asked)))
         for member, mine in beside:
             self._keep_observed(member, mine)
         return [(seen, "") for seen in found]

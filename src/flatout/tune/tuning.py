@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from flatout.engine.replica import LONGEST_PLAYS_S, PLAYS, SHARPENING_S, SLOW_MS, STEPS, STEPS_OF_A_LARGE_MODEL
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
 from flatout.plan.errors import FlatoutError, NothingMeasured, ProgramFailed
@@ -32,7 +33,6 @@ CONFIRM_SHARE = 0.6  # of the budget at most is kept back for confirming
 COMPILE_S = 75.0  # what a first compilation is given
 OVERRUN = 0.15  # of the budget, to finish what was begun
 FIT_SHARE = 0.35  # of the budget, where memory is limited: for the frontier
-REPLICA_TICKS = 10  # what the guard's replica of a step costs: four steps, one of them in double precision
 USUAL_BUDGET_S = 90.0  # where none was given,
 LONGER_BUDGET_S = 300.0  # and where the program starts slowly, has long steps, or more was asked for than a plan
 QUICK_START_S, QUICK_STEP_MS = 10.0, 100.0
@@ -113,28 +113,50 @@ class Tuning:
             self.session.budget_s = self.budget_s
         self.watcher.until(self.end_s)
 
+    def starts_s(self, programs: int) -> float:
+        """What it takes to start so many programs together: they import at once, and warm up one after another."""
+        warm_s = self._warm_s
+        return self.start_cost_s if programs == 1 else TWO_STARTS * (self.start_cost_s - warm_s) + programs * warm_s
+
+    def start_of(self, until_ready_s: float, programs: int) -> float:
+        """What one start costs, from the time after which the last of so many programs was ready."""
+        warm_s = self._warm_s
+        return until_ready_s if programs == 1 else max(0.0, until_ready_s - programs * warm_s) / TWO_STARTS + warm_s
+
+    @property
+    def _warm_s(self) -> float:
+        """The part of a start in which the program trains."""
+        return min(self.start_cost_s, (self.warm_ticks + 1) * self.arena.tick_ms / 1000)
+
     @property
     def rounds(self) -> int:
         """Rounds of one confirming pair: where starting it takes long, measuring may take as long, as far as the budget allows."""
-        starts_s = TWO_STARTS * self.start_cost_s
+        starts_s = self.starts_s(2)
         fair_s = max(PAIR_S, min(starts_s, CONFIRM_SHARE * self.budget_s / PAIRS - starts_s) / 2)
         return max(2, min(ROUNDS_OF_A_PAIR, int(fair_s / max(self.arena.block_s, 0.1))))
 
     @property
     def pair_s(self) -> float:
         """What one confirming pair costs: two programs that start together, and their blocks."""
-        return TWO_STARTS * self.start_cost_s + 2.1 * self.rounds * self.arena.block_s + 1
+        return self.starts_s(2) + 2.1 * self.rounds * self.arena.block_s + 1
 
     @property
     def replica_s(self) -> float:
-        """What it costs to do one step again in float64."""
-        return REPLICA_TICKS * self.arena.tick_ms / 1000
+        """What it costs to do a step again: some steps are captured, then played, and the network is trained on one of them."""
+        step_s = self.arena.tick_ms / 1000
+        captured = STEPS if self.arena.tick_ms <= SLOW_MS else STEPS_OF_A_LARGE_MODEL
+        return captured * step_s + min(PLAYS * step_s + SHARPENING_S, LONGEST_PLAYS_S)
 
     @property
     def fit_until_s(self) -> float:
         """When everything but confirming must be done."""
         pairs = PAIRS if PAIRS * self.pair_s <= THREE_PAIRS_SHARE * self.budget_s else FEWEST_PAIRS
         return self.end_s - min(pairs * self.pair_s + self.replica_s, CONFIRM_SHARE * self.budget_s)
+
+    @property
+    def first_wave_until_s(self) -> float:
+        """The first wave may take time that is meant for a third pair, and a part of the overrun: without any wave there would be nothing to confirm."""
+        return max(self.explore_until_s, self.end_s + 0.5 * OVERRUN * self.budget_s - FEWEST_PAIRS * self.pair_s - self.replica_s)
 
     @property
     def explore_until_s(self) -> float:
