@@ -26,8 +26,8 @@ STEPS = 18
 class Ear(Listener):
     """Hears a loop, hands its events to a replica, and keeps the replica's word."""
 
-    def __init__(self, *levers: Lever, start: int = START) -> None:
-        self.start = start
+    def __init__(self, *levers: Lever, start: int = START, step_ms: float = 0.0) -> None:
+        self.start, self.step_ms = start, step_ms
         self.scene = Scene(torch, self, Ledger())
         self.applier = Applier(levers, Facts(cores=2), self.scene)
         self.choices = [Choice(lever.name, VALUES.get(lever.name, True)) for lever in levers]
@@ -48,7 +48,7 @@ class Ear(Listener):
 
     def step_end(self) -> None:
         if self.scene.steps == self.start:
-            self.replica = StepReplica(self.scene, self.applier, self.choices)
+            self.replica = StepReplica(self.scene, self.applier, self.choices, self.step_ms)
         elif self.replica is not None and self.replica.captured:
             self.verdict, self.replica = self.replica.judge(), None
 
@@ -61,8 +61,8 @@ def lever(apply: Callable[[Any, Any, Any], Any], name: str = "one") -> Lever:
 
 
 @contextmanager
-def heard(*levers: Lever, start: int = START) -> Iterator[Ear]:
-    ear = Ear(*levers, start=start)
+def heard(*levers: Lever, start: int = START, step_ms: float = 0.0) -> Iterator[Ear]:
+    ear = Ear(*levers, start=start, step_ms=step_ms)
     ear.scene.install()
     try:
         yield ear
@@ -101,8 +101,8 @@ def classify(optimizer: str = "adamw", steps: int = STEPS) -> list[str]:
     return losses
 
 
-def judged(one: Lever, program: Callable[[], Any] = classify, start: int = START) -> dict[str, Any]:
-    with heard(one, start=start) as ear:
+def judged(one: Lever, program: Callable[[], Any] = classify, start: int = START, step_ms: float = 0.0) -> dict[str, Any]:
+    with heard(one, start=start, step_ms=step_ms) as ear:
         program()
     assert ear.verdict is not None
     return ear.verdict
@@ -370,6 +370,39 @@ def test_what_breaks_late_in_a_training_is_seen_by_the_later_step(apply: Any) ->
     verdict = judged(lever(apply), task)
     assert failed(verdict), [(c['name'], c['value'], c['limit']) for c in verdict['checks']]
     assert all(name.startswith("later ") for name in failed(verdict)), verdict
+
+
+SLOW_MS = 3000.0  # a step of this length is played with 8 of 32 samples
+
+
+@pytest.mark.parametrize("name", ["channels_last", "autocast", "fused_optimizer", "threads"])
+def test_a_part_of_the_batch_tells_sound_levers_from_broken_ones_where_a_step_is_long(name: str) -> None:
+    sizes: list[int] = []
+
+    def program() -> None:
+        really, Net.forward = Net.forward, lambda self, x: (sizes.append(len(x)), really(self, x))[1]  # type: ignore[method-assign]
+        try:
+            classify()
+        finally:
+            Net.forward = really  # type: ignore[method-assign]
+
+    sound, broken = judged(SHELF[name], program, step_ms=SLOW_MS), judged(lever(SHELF[name].known_bad), step_ms=SLOW_MS)  # type: ignore[arg-type]
+    assert not failed(sound), sound
+    assert failed(broken), broken
+    assert set(sizes) == {8, 32}
+    assert sizes.count(32) == STEPS
+
+
+def test_a_module_that_needs_its_whole_batch_is_played_with_all_of_it() -> None:
+    def program() -> None:
+        really, Net.forward = Net.forward, lambda self, x: really(self, x.reshape(32, 3, 8, 8))  # type: ignore[method-assign]
+        try:
+            classify()
+        finally:
+            Net.forward = really  # type: ignore[method-assign]
+
+    assert not failed(judged(SHELF["channels_last"], program, step_ms=SLOW_MS))
+    assert failed(judged(lever(SHELF["channels_last"].known_bad), program, step_ms=SLOW_MS))  # type: ignore[arg-type]
 
 
 def test_a_replica_that_is_asked_late_sees_what_the_early_one_cannot() -> None:

@@ -45,10 +45,11 @@ def test_patience_runs_out(found):
         ([10, 10, 10, 10, 12, 12, 12, 12], False),  # 17 % apart
         ([10, 10, 10, 10, 11, 11, 11, 11], True),
         ([10, 10, 10, 500, 10, 10, 10, 11], True),  # an evaluation in between
-        ([5000.0], False),
-        ([5000.0, 5100.0], True),  # a tick of seconds is taken early
-        ([9000.0, 5000.0], False),
-        ([9000.0, 5000.0, 5200.0], True),
+        ([1500.0], False),
+        ([1500.0, 1550.0], True),  # a tick of a second is taken early
+        ([1900.0, 1200.0], False),
+        ([1900.0, 1200.0, 1250.0], True),
+        ([5000.0], True),  # one that is longer at once
     ],
 )
 def test_examples(found, steady):

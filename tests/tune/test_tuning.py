@@ -22,7 +22,7 @@ from flatout.tune.conclude import best_measured, conclude
 from flatout.tune.factors import make_space, recall
 from flatout.tune.narrow import check_a_step
 from flatout.tune.together import Measured, Seen
-from flatout.tune.tuning import CONFIRM_SHARE, OVERRUN, PAIR_S, PAIRS, ROUNDS_OF_A_PAIR, TWO_STARTS, Goal, Tuning
+from flatout.tune.tuning import CONFIRM_SHARE, OVERRUN, PAIR_S, PAIRS, ROUNDS_OF_A_PAIR, Goal, Tuning
 
 LEVER = {lever.name: lever for lever in TABLE}
 
@@ -47,10 +47,18 @@ def test_a_pair_measures_as_long_as_it_takes_to_start_but_not_beyond_its_share(m
     assert 2 <= tuning.rounds <= ROUNDS_OF_A_PAIR
     if tuning.rounds == 2:
         return  # fewer say nothing, whatever they cost
-    measured_s, starts_s = 2 * tuning.rounds * tuning.arena.block_s, TWO_STARTS * start_cost_s
+    measured_s, starts_s = 2 * tuning.rounds * tuning.arena.block_s, tuning.starts_s(2)
     assert measured_s <= max(2 * PAIR_S, starts_s) * 1.001
     if measured_s > 2 * PAIR_S * 1.001:
         assert PAIRS * (measured_s + starts_s) <= CONFIRM_SHARE * budget_s * 1.001
+
+
+@given(tick_ms=st.floats(0.1, 20_000.0), start_cost_s=st.floats(1.0, 300.0), warm_ticks=st.integers(1, 30), programs=st.sampled_from([1, 2]))
+def test_what_a_start_costs_is_found_again_in_the_time_of_several(make, tick_ms, start_cost_s, warm_ticks, programs):
+    tuning = make(300.0, tick_ms, start_cost_s)
+    tuning.warm_ticks = warm_ticks
+    assert start_cost_s <= tuning.starts_s(programs) <= 2 * start_cost_s * 1.001
+    assert tuning.start_of(tuning.starts_s(programs), programs) == pytest.approx(start_cost_s)
 
 
 def test_a_slow_program_that_starts_slowly_is_measured_longer_where_the_budget_allows(make):
@@ -68,7 +76,7 @@ def test_where_there_is_no_time_to_check_rounding_what_is_exact_goes_on_alone(ma
     assert check_a_step(tuning, [exact, rounding]) == ([exact], None)
     assert exact.status is Status.SKIPPED
     assert rounding.status is Status.REJECTED
-    assert rounding.reason == "there was no time left to check its numerics and confirm it; give --budget 7m"
+    assert rounding.reason == "there was no time left to check its numerics and confirm it; give --budget 6m"
 
 
 @pytest.mark.parametrize(("start_cost_s", "tick_ms", "more", "budget_s"), [

@@ -1,0 +1,45 @@
+"""Captured steps with fewer samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.engine.slices import FEWEST_SAMPLES, sliced
+
+
+def step(size: int, **more):
+    return [{"args": (torch.arange(size * 3.0).reshape(size, 3), {"mask": torch.ones(size, dtype=torch.bool)}), "kwargs": {"scale": torch.tensor(2.0)},
+             "grads": {0: torch.ones(size, 5)}, "root": 0, **more}]
+
+
+@given(size=st.integers(1, 300), share=st.floats(0.01, 1.0))
+def test_what_is_kept_are_the_first_samples_of_everything(size, share):
+    whole = [step(size), step(size)]
+    part, taken = sliced(whole, share, torch)
+    kept = len(part[0][0]["args"][0])
+    assert kept == round(taken * size)
+    if taken == 1.0:
+        assert part == whole
+        return
+    assert max(FEWEST_SAMPLES, share * size) <= kept <= size / 2
+    for calls in part:
+        assert calls[0]["args"][0].equal(whole[0][0]["args"][0][:kept])
+        assert calls[0]["args"][1]["mask"].shape == (kept,)
+        assert calls[0]["grads"][0].shape == (kept, 5)
+        assert calls[0]["kwargs"]["scale"] == 2.0
+        assert calls[0]["root"] == 0
+
+
+@pytest.mark.parametrize("other", [{"grads": {0: torch.ones(7, 5)}}, {"kwargs": {"weights": torch.ones(40)}}])
+def test_steps_whose_sizes_differ_stay_whole(other):
+    whole = [step(64), step(64, **other)]
+    assert sliced(whole, 0.1, torch) == (whole, 1.0)
+
+
+def test_a_loss_that_the_module_computes_itself_is_no_batch():
+    part, taken = sliced([step(64, grads={0: torch.tensor(1.0)})], 0.25, torch)
+    assert taken == 0.25
+    assert part[0][0]["grads"][0] == 1.0
