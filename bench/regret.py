@@ -2,7 +2,7 @@
 
 For each program: `flatout tune` with a moderate budget gives the chosen plan. Apart from it, every combination of the values that
 the program allows is tried (threads, malloc, fused_optimizer, channels_last, gc_pause, loader: off, or the likeliest value; two values of
-malloc). Each combination is a fresh program; they take turns with the plain one, some at a time, and a clear loser leaves early.
+malloc). Each combination is a fresh program; they take turns with the plain one, some at a time.
 The fastest few of them (the plain program counts as 1.00) then meet the chosen plan in fresh pairs of processes, three pairs each,
 block by block.
 
@@ -32,15 +32,16 @@ from flatout.cli.arguments import Duration
 from flatout.launch.command import Command, understand
 from flatout.levers import TABLE
 from flatout.measure.clock import seconds
+from flatout.measure.statistics import Round, compare
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import Ratio
 from flatout.plan.words import Origin
 from flatout.probe.machine import look
 from flatout.trial.parent import ProgramGone
 from flatout.tune.arena import Arena, Entrant, ask_options
 from flatout.tune.session import plan_of
+from flatout.tune.together import Member, Seen, take_turns
 
 # Long enough never to end by itself while it is measured.
 PROGRAMS: dict[str, tuple[str, ...]] = {
@@ -57,7 +58,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 SEARCHED = {"threads": 1, "malloc": 2, "fused_optimizer": 1, "channels_last": 1, "gc_pause": 1, "loader": 1}  # how many values of each, the likeliest first
 FINALISTS = 3
 TOGETHER = 6  # programs that are held ready at once
-RACE_S = 3.0  # for each program of a group
+RACE_S, TURNS = 3.0, 1000  # for each program of a group; the clock ends them
 GOAL = 0.05
 
 
@@ -86,7 +87,7 @@ def groups(plans: Sequence[Plan]) -> Iterable[Sequence[Plan]]:
 
 
 def screen(command: Command, plans: Sequence[Plan], job: JobFolder, facts: Facts) -> list[dict[str, Any]]:
-    """Each plan against a plain program that was started with its group, round robin. A plan that fails is named with its reason."""
+    """Each plan against a plain program that was started with its group, in turns. A plan that fails is named with its reason."""
     found: list[dict[str, Any]] = []
     for group in groups(plans):
         arena = Arena(command, job, facts)
@@ -99,10 +100,13 @@ def screen(command: Command, plans: Sequence[Plan], job: JobFolder, facts: Facts
                 except ProgramGone as gone:
                     found.append({"plan": plan.describe(), "ratio": None, "why": last_line(gone.record), "digest": plan.digest})
             if entrants:
-                verdicts = arena.processes(plain.trial, entrants, seconds() + RACE_S * len(entrants))
-                for at, verdict in verdicts.items():
-                    entry: dict[str, Any] = {"plan": entrants[at].plan.describe(), "digest": entrants[at].plan.digest}
-                    found.append({**entry, "ratio": verdict.to_json()} if isinstance(verdict, Ratio) else {**entry, "ratio": None, "why": verdict})
+                first, *others = (Member(entrant.trial, (None,) * TURNS, Seen()) for entrant in (plain, *entrants))
+                take_turns(arena, [first, *others], seconds() + RACE_S * len(entrants))
+                for entrant, member in zip(entrants, others, strict=True):
+                    entry: dict[str, Any] = {"plan": entrant.plan.describe(), "digest": entrant.plan.digest}
+                    rounds = [Round(a.ms, b.ms) for a, b in zip(first.seen.blocks, member.seen.blocks, strict=False)]
+                    gone = last_line(member.seen.gone) if member.seen.gone is not None else ""
+                    found.append({**entry, "ratio": None, "why": gone} if gone or not rounds else {**entry, "ratio": compare([rounds]).to_json()})
         finally:
             arena.close()
         print(f"    {len(found)} of {len(plans)} combinations", file=sys.stderr, flush=True)

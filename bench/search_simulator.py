@@ -207,13 +207,16 @@ def page(rows: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def main() -> None:
+    global BUDGETS_S, LOOKS_S
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=200, help="of each row")
     parser.add_argument("--starts", type=float, nargs="+", default=list(STARTS_S), help="seconds that the start of a process takes")
     parser.add_argument("--only", nargs="+", default=list(SEARCHES), choices=list(SEARCHES))
+    parser.add_argument("--longest", type=float, default=BUDGETS_S[-1], help="seconds of the longest search; a shorter one is simulated sooner")
     parser.add_argument("--from-scratch", action="store_true", help="simulate what is known as well")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    BUDGETS_S, LOOKS_S = (tuple(mark for mark in marks if mark <= args.longest) for marks in (BUDGETS_S, LOOKS_S))
     made = stamp()
     measured = measured_effects(sorted(RESULTS.glob("open_set_cpu_*.json")))
     known = {} if args.from_scratch else read_result("search_simulator", made, args.out).get("rows", {})

@@ -10,10 +10,9 @@ from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Plan
-from flatout.plan.records import Ratio
 from flatout.probe.machine import look
-from flatout.trial.blocks import CLEAR_LOSS
 from flatout.tune.arena import Arena
+from flatout.tune.together import Member, Seen, take_turns
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(120)
@@ -61,10 +60,10 @@ def test_a_program_that_is_behind_catches_up_before_it_is_measured(arena, tmp_pa
     rounds = ring.pair(plain.trial, tuned.trial, 2, seconds() + 60)
     assert len(rounds) == 2
     assert plain.trial.ticks_done == tuned.trial.ticks_done
-    verdicts = ring.processes(plain.trial, [tuned, third], seconds() + 2.0)
-    assert all(isinstance(verdict, Ratio) for verdict in verdicts.values())
-    for at, entrant in enumerate((tuned, third)):  # on a busy machine one may have lost clearly, and left the race early
-        assert entrant.trial.ticks_done == plain.trial.ticks_done or verdicts[at].high < CLEAR_LOSS
+    members = [Member(entrant.trial, (None,) * 3, Seen()) for entrant in (plain, tuned, third)]
+    take_turns(ring, members, seconds() + 60)
+    assert [len(member.seen.blocks) for member in members] == [3, 3, 3]
+    assert tuned.trial.ticks_done == third.trial.ticks_done == plain.trial.ticks_done
     ticks = min(entrant.trial.ticks_done for entrant in (plain, tuned, third))
     for entrant in (plain, tuned, third):
         entrant.trial.finish()
@@ -75,10 +74,9 @@ def test_a_program_that_is_behind_catches_up_before_it_is_measured(arena, tmp_pa
     assert len(set(work[0][:ticks])) > 5
 
 
-def test_a_race_whose_plain_program_ends_keeps_what_was_measured(arena):
+def test_a_pair_whose_plain_program_ends_keeps_what_was_measured(arena):
     ring = arena(steps=300)
     plain, tuned = (ring.enter(Plan(), 0, 60.0) for _ in range(2))
     ring.tick_ms = max(plain.trial.ready["tick_ms"], 5.0)
-    verdicts = ring.processes(plain.trial, [tuned], seconds() + 60)
-    assert isinstance(verdicts[0], Ratio)
-    assert 1 <= verdicts[0].n <= 300 / ring.block_ticks
+    rounds = ring.pair(plain.trial, tuned.trial, 1000, seconds() + 60)
+    assert 1 <= len(rounds) <= 300 / ring.block_ticks

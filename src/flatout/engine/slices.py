@@ -17,7 +17,8 @@ def sliced(steps: Sequence[list[dict[str, Any]]], share: float, torch: Any) -> t
 
     Inputs and the gradients that came to the outputs must agree in one size of their first dimension: that of the batch. Scalars stay as they are.
     """
-    sizes = {tensor.shape[0] for calls in steps for call in calls for tensor in tensors_in((call["args"], call["kwargs"], call["grads"]), torch) if tensor.dim()}
+    tensors = [tensor for calls in steps for call in calls for tensor in tensors_in((call["args"], call["kwargs"], call["grads"]), torch)]
+    sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
     size = next(iter(sizes), 0)
     kept = max(FEWEST_SAMPLES, math.ceil(share * size))
     if len(sizes) != 1 or 2 * kept > size:

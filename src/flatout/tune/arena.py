@@ -7,22 +7,21 @@ and is stopped while they are measured.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
-from flatout.measure.statistics import Round, compare
+from flatout.measure.statistics import Round
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import Ratio
-from flatout.trial.blocks import CLEAR_LOSS, FEWEST_ROUNDS, Blocks
+from flatout.trial.blocks import Blocks
 from flatout.trial.parent import ProgramGone, Trial
 
 SETTLE_TICKS = 3  # of ranks: they agree on what travels between them, and learn how large it is
-PLAIN = -1  # the plain program's place among several that are compared with it
+MOST_ROUNDS = 1000  # where the clock ends a pair
 LOOK_S = 0.05  # for an answer of one program, while several start
 
 
@@ -131,39 +130,6 @@ class Arena(Blocks):
 
     # -- comparisons ------------------------------------------------------------------------------------------------
 
-    def processes(self, plain: Trial, others: Sequence[Entrant], until_s: float,
-                  heard: Callable[[Entrant, Ratio], None] = lambda entrant, ratio: None) -> dict[int, Ratio | str]:
-        """Each of ``others`` against one plain program, in turns. A loser leaves early; a program that dies is a sentence.
-
-        Answers by position in ``others``.
-        """
-        trials = {PLAIN: plain, **{at: entrant.trial for at, entrant in enumerate(others)}}
-        rounds: dict[int, list[Round]] = {at: [] for at in range(len(others))}
-        verdicts: dict[int, Ratio | str] = {}
-        turn = 0
-        while True:
-            racing = [PLAIN, *(at for at in rounds if not _lost(verdicts.get(at), len(rounds[at])))]
-            if len(racing) == 1:
-                return verdicts
-            times: dict[int, float] = {}
-            furthest = max(trials[at].ticks_done for at in racing)
-            for at in racing if turn % 2 == 0 else racing[::-1]:
-                try:
-                    times[at] = self.block(trials[at], furthest)
-                except ProgramGone as gone:
-                    if at == PLAIN:  # it has come to its end: what was measured stays
-                        return {at: verdicts.get(at, gone.record.reason) for at in range(len(others))}
-                    if not (gone.record.status == "ended" and rounds[at]):
-                        verdicts[at] = gone.record.reason
-                    del rounds[at]
-            for at in times.keys() & rounds.keys():
-                rounds[at].append(Round(times[PLAIN], times[at]))
-                verdicts[at] = ratio = compare([rounds[at]])
-                heard(others[at], ratio)
-            turn += 1
-            if seconds() >= until_s:
-                return verdicts
-
     def pair(self, plain: Trial, tuned: Trial, rounds: int, until_s: float) -> list[Round]:
         """One confirming pair: A B B A A B B A ... for so many rounds, ended early (never before one round) by the clock, or
         by the end of a program."""
@@ -183,10 +149,6 @@ class Arena(Blocks):
             if seconds() >= until_s:
                 break
         return found
-
-
-def _lost(verdict: Ratio | str | None, rounds: int) -> bool:
-    return isinstance(verdict, Ratio) and rounds >= FEWEST_ROUNDS and verdict.high < CLEAR_LOSS
 
 
 def ask_options(trial: Trial) -> dict[str, Any]:

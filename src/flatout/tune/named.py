@@ -11,11 +11,10 @@ from flatout.plan.plan import Plan, spell
 from flatout.plan.records import NamedRecord
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
-from flatout.tune.arena import Entrant
+from flatout.tune.arena import MOST_ROUNDS, Entrant
 from flatout.tune.tuning import Tuning, why_gone
 
 SHARE = 0.4  # of the budget, for all of them
-MOST_ROUNDS = 1000  # the clock ends a pair
 SEED = 0
 
 

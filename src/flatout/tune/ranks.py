@@ -11,14 +11,14 @@ from typing import Any
 
 from flatout.measure.clock import seconds
 from flatout.measure.pace import imbalance, lost_ms, paces
-from flatout.measure.statistics import mean
+from flatout.measure.statistics import compare, mean
 from flatout.plan.lever import Lever
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import Ratio
 from flatout.plan.words import Moment, Origin
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
-from flatout.tune.arena import Entrant
+from flatout.tune.arena import MOST_ROUNDS, Entrant
 from flatout.tune.rehearsal import LEVER as DIVIDES
 from flatout.tune.sharding import LEVER as SHARDING
 from flatout.tune.sharding import choices
@@ -73,13 +73,12 @@ def beside_one_process(tuning: Tuning) -> None:
 
 def _compared(tuning: Tuning, alone: Entrant, until_s: float) -> Ratio | None:
     assert tuning.observed is not None
-    ranks = Entrant(Plan(), tuning.observed, 0.0)
-    verdict = tuning.arena.processes(alone.trial, [ranks], until_s, heard=lambda entrant, ratio: tuning.watcher.contest("as ranks", ratio))[0]
-    if isinstance(verdict, Ratio):
-        return verdict
     assert tuning.session.ranks is not None
-    tuning.session.ranks.why_not = f"its ranks could not be compared with one process: {verdict}"
-    return None
+    try:
+        return compare([tuning.arena.pair(alone.trial, tuning.observed, MOST_ROUNDS, until_s)])
+    except ProgramGone as gone:
+        tuning.session.ranks.why_not = f"its ranks could not be compared with one process: {why_gone(gone)}"
+        return None
 
 
 def _listen(tuning: Tuning) -> None:
