@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-JOB = [sys.executable, str(HERE / "resnet18.py"), "--epochs", "20"]
+JOB = [sys.executable, str(HERE / "resnet18.py"), "--epochs", "12"]
 
 
 def flatout(*words: str) -> None:
@@ -20,7 +20,7 @@ def flatout(*words: str) -> None:
 
 
 def main() -> None:
-    flatout("tune", "--budget", "4m", "--no-write", *JOB)
+    flatout("tune", "--budget", "3m", "--no-write", *JOB)
     flatout("run", *JOB)
     newest = max(Path(".flatout").glob("*/report.html"), key=lambda path: path.stat().st_mtime)
     print(f"\nThe report with pictures: {newest.resolve()}\nThe plan, and the same by hand: flatout plan {' '.join(JOB)}")
