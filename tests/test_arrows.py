@@ -53,7 +53,7 @@ def room_of(name: str) -> str:
 
 
 def may_start_processes(name: str) -> bool:
-    return room_of(name) in ("launch", "trial") or name == "cli/run.py"
+    return room_of(name) in ("launch", "trial") or name in ("cli/run.py", "probe/gpus.py")
 
 
 def imported(tree: ast.AST, name: str) -> list[tuple[int, str, bool]]:

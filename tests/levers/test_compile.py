@@ -8,6 +8,8 @@ import shutil
 import pytest
 
 from flatout.capture.ledger import Ledger
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
 from flatout.levers.autocast_policy import keep_float32
 from flatout.levers.compile import LEVER
 from flatout.plan.facts import Facts
@@ -127,3 +129,84 @@ def test_a_compiler_does_not_take_graphs_of_another_policy_from_its_cache():
     finally:
         ledger.restore()
     assert seen == [torch.bfloat16, torch.float32]
+
+
+def test_a_shorter_last_batch_leaves_the_graph_of_whole_batches_alone(program, monkeypatch):
+    """By a compiler that counts: which graph each call runs."""
+    live, graphs, calls = program(), [], []
+    really = torch.compile
+
+    def counting(graph, example):
+        graphs.append(graph)
+        mine = len(graphs) - 1
+
+        def run(*args):
+            calls.append(mine)
+            return graph(*args)
+        return run
+
+    monkeypatch.setattr(torch, "compile", lambda forward, mode=None, dynamic=None: really(forward, backend=counting, dynamic=dynamic))
+    undo = LEVER.apply(live.scene, "default", Ledger())
+    live.model.eval()
+    for size in (8, 8, 5, 8, 3, 8):
+        live.model(torch.ones(size, 3, 12, 12))
+    undo()
+    whole = calls[0]
+    assert [graph == whole for graph in calls] == [True, True, False, True, False, True]
+    assert len(graphs) == 2
+
+
+def test_outputs_that_a_script_keeps_are_not_overwritten_by_the_next_replay(program, monkeypatch):
+    """By a compiler whose code writes every output into the same memory, as a recorded CUDA graph does. Evaluation runs the plain module."""
+    live, memory = program(), {}
+
+    def recording(forward, mode=None, dynamic=None):
+        def replay(*args):
+            found = forward(*args)
+            return memory.setdefault(found.shape, torch.empty_like(found.detach())).copy_(found.detach())
+        return replay
+
+    monkeypatch.setattr(torch, "compile", recording)
+    undo = LEVER.apply(live.scene, "reduce-overhead", Ledger())
+    live.model.eval()
+    ones = torch.ones(2, 3, 12, 12)
+    kept = [live.model(ones * factor) for factor in (1.0, 2.0)]
+    assert not kept[0].equal(kept[1])
+    memory.clear()
+    with torch.no_grad():
+        assert live.model(ones).equal(kept[0])
+    assert not memory
+    undo()
+
+
+def test_a_program_that_starts_under_it_compiles_once(monkeypatch):
+    """The lever acts after the first step, when root modules are still looked for."""
+    graphs, really = [], torch.compile
+
+    def counting(graph, example):
+        graphs.append(graph)
+        return graph
+
+    class FromTheFirstStep(Listener):
+        wants_phases = True
+
+        def step_end(self):
+            if scene.steps == 1:
+                LEVER.apply(scene, "default", scene.ledger)
+
+    monkeypatch.setattr(torch, "compile", lambda forward, mode=None, dynamic=None: really(forward, backend=counting, dynamic=dynamic))
+    scene = Scene(torch, FromTheFirstStep(), Ledger())
+    scene.install()
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).mean().backward()
+            optimizer.step()
+            compiled.append(len(graphs))
+    finally:
+        scene.rest()
+        scene.ledger.restore()
+    assert compiled == [0, 0, 1, 1, 1]

@@ -31,10 +31,10 @@ def test_a_busy_neighbour_is_seen():
 
 def test_memory_limits_how_many_fit():
     torch = pytest.importorskip("torch")
-    alone = copies_that_fit(torch, "cpu")
+    alone = copies_that_fit(torch, torch.device("cpu"))
     assert alone >= 2  # a small test process, on any machine that runs a test suite
-    assert copies_that_fit(torch, "cpu", processes=10**9) == 1
+    assert copies_that_fit(torch, torch.device("cpu"), processes=10**9) == 1
     ballast = bytearray(os.urandom(4096)) * (256 * 1024)  # a GiB: fewer of what is larger
     assert len(ballast) == 2**30
-    assert copies_that_fit(torch, "cpu") < alone
-    assert peak_bytes(torch, "cpu") > 2**30
+    assert copies_that_fit(torch, torch.device("cpu")) < alone
+    assert peak_bytes(torch, torch.device("cpu")) > 2**30

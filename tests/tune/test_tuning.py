@@ -76,7 +76,7 @@ def test_where_there_is_no_time_to_check_rounding_what_is_exact_goes_on_alone(ma
     assert check_a_step(tuning, [exact, rounding]) == ([exact], None)
     assert exact.status is Status.SKIPPED
     assert rounding.status is Status.REJECTED
-    assert rounding.reason == "there was no time left to check its numerics and confirm it; give --budget 6m"
+    assert rounding.reason == "there was no time left to check its numerics and confirm it; give --budget 8m"
 
 
 @pytest.mark.parametrize(("start_cost_s", "tick_ms", "more", "budget_s"), [

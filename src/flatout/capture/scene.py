@@ -105,8 +105,13 @@ class Scene:
         return [p for p in {id(p): p for p in found}.values() if p.requires_grad]
 
     @property
+    def device(self) -> Any:
+        """That of the first parameter."""
+        return next((p.device for p in self.parameters), self.torch.device("cpu"))
+
+    @property
     def device_type(self) -> str:
-        return next((p.device.type for p in self.parameters), "cpu")
+        return str(self.device.type)
 
     @property
     def in_pieces(self) -> bool:
@@ -295,6 +300,11 @@ class Scene:
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks", category=UserWarning)
         self._filter = warnings.filters[0]
         self.ledger.call("global forward hooks", self._stop_looking)
+
+    @property
+    def looks_for_roots(self) -> bool:
+        """While it does, hooks run around every module's forward; a compiler would trace them, and compile once more when they are gone."""
+        return bool(self._discovery)
 
     def _stop_looking(self) -> None:
         for hook in self._discovery:

@@ -141,7 +141,7 @@ class LiveLine:
                 self.row.close()
             passed = self._now()[0] - self.first[0]
             steps = self.counts.steps - self.first[1]
-            peak = size(peak_bytes(self.torch, "cuda" if self.torch.cuda.is_initialized() else "cpu"))
+            peak = size(peak_bytes(self.torch, self.torch.device("cuda" if self.torch.cuda.is_initialized() else "cpu")))
             if steps:
                 say(f"{steps:,} steps in {duration(passed)}: {self.sentence(self.first)}; at most {peak}")
         except (OSError, ValueError):

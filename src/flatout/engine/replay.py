@@ -21,6 +21,7 @@ from flatout.plan.plan import Choice
 UPDATE_STEPS = 16  # a step that is left out, or a state that is reset, every so often shows within these
 CLIPPED = 0.5  # of the whole gradient
 MOST_OUTPUTS = 6  # among which gradients are told apart
+RESULTS, ROOM = 24, 0.5  # what all plays keep, in sizes of the model; the share of the device's free memory that they may take
 NOTHING_LEFT = 1e-3  # of a gradient, once what comes from inside the module is taken off
 SHARPENING = 0.02  # how far an update of ``sharpen`` moves a weight, as a share of its tensor's root mean square
 
@@ -47,6 +48,7 @@ class Replay:
     def __init__(self, scene: Any, applier: Applier, frozen: Any, stepped: Sequence[int]) -> None:
         self.scene, self.torch, self.applier, self.frozen, self.stepped = scene, scene.torch, applier, frozen, stepped
         self._same_gradients: list[list[Any]] = []
+        self._on_host = _crowded(scene, self.torch)
         self._later = _held(frozen[0])  # weights and buffers that the later step starts from
 
     def play(self, steps: Sequence[list[dict[str, Any]]], choices: Sequence[Choice] = (), double: bool = False, nudge: float = 0.0) -> Played:
@@ -128,7 +130,7 @@ class Replay:
         for p in parameters:
             p.grad = None
         played.outputs.append([out for call in calls for out in self._one_call(roots[call["root"]], call, double)])
-        played.gradients.append([None if p.grad is None else p.grad.detach().clone() for p in parameters])
+        played.gradients.append([None if p.grad is None else self._kept(p.grad) for p in parameters])
         after = [b for root in roots for b in root.buffers() if b.is_floating_point()]
         played.moves.append([a.detach().double() - b.double() for a, b in zip(after, before, strict=True)])
 
@@ -145,13 +147,16 @@ class Replay:
         pairs = [(outputs[at], grad) for at, grad in sorted(call["outside"].items()) if at < len(outputs) and outputs[at].requires_grad]
         if pairs:
             torch.autograd.backward([o for o, _ in pairs], [g.to(o.dtype).reshape(o.shape) for o, g in pairs])
-        return [o.detach().clone() for o in outputs if o.is_floating_point()]
+        return [self._kept(o) for o in outputs if o.is_floating_point()]
+
+    def _kept(self, tensor: Any) -> Any:
+        return tensor.detach().to("cpu", copy=True) if self._on_host else tensor.detach().clone()
 
     def _clip(self, roots: list[Any], played: Played) -> None:
         """What torch's own clipping makes of the gradients of the plain play, in case the program clips: it is called by the name that a lever may replace."""
         parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
         for p, grad in zip(parameters, self._same_gradients[0], strict=True):
-            p.grad = None if grad is None else grad.to(p.dtype, copy=True)
+            p.grad = None if grad is None else grad.to(p.device, p.dtype, copy=True)
         whole = math.sqrt(sum(_size(p.grad) ** 2 for p in parameters if p.grad is not None))
         self.torch.nn.utils.clip_grad_norm_(parameters, CLIPPED * whole)
         played.clipped = [_size(p.grad) for p in parameters if p.grad is not None]
@@ -166,12 +171,20 @@ class Replay:
         before = [p.detach().to(torch.float64, copy=True) for p in parameters]
         for at in range(UPDATE_STEPS):
             for p, grad in zip(parameters, self._same_gradients[at % len(self._same_gradients)], strict=True):
-                p.grad = None if grad is None else grad.to(p.dtype, copy=True)
+                p.grad = None if grad is None else grad.to(p.device, p.dtype, copy=True)
                 if p.grad is not None and p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last):
                     p.grad = p.grad.contiguous(memory_format=torch.channels_last)
             for optimizer in stepping:
                 optimizer.step()
-        played.updates = [None if p.grad is None else p.detach().double() - b for p, b in zip(parameters, before, strict=True)]
+        played.updates = [None if p.grad is None else self._kept(p.detach().double() - b) for p, b in zip(parameters, before, strict=True)]
+
+
+def _crowded(scene: Any, torch: Any) -> bool:
+    """Whether the results of the plays would fill the device, beside the program that lives there."""
+    if scene.device_type != "cuda":
+        return False
+    free, _ = torch.cuda.mem_get_info(scene.device)
+    return bool(RESULTS * sum(p.numel() * p.element_size() for p in scene.parameters) > ROOM * free)
 
 
 class _Stage:

@@ -36,7 +36,7 @@ from typing import Any
 from flatout.engine.applier import Applier
 from flatout.engine.replay import Played, Replay, clone, random_state, set_random_state
 from flatout.engine.rounding import HALF_NUDGE, NUDGE, check, compare, later, same
-from flatout.engine.slices import sliced
+from flatout.engine.batch_slices import sliced
 from flatout.measure.clock import seconds
 from flatout.measure.parity import tensors_in
 from flatout.plan.plan import Choice
@@ -48,8 +48,6 @@ SHARPENING_S = 4.0  # of updates beyond the fewest
 LONGEST_SHARPENING_S = 8.0  # where the fewest take longer there are none
 STEPS_OF_A_LARGE_MODEL = 2  # or of a slow one
 SLOW_MS = 1000.0
-PLAYS = 17  # in steps: what judging a slow program takes
-LONGEST_PLAYS_S = 12.0  # from here on they are played with a part of their samples
 LARGE = 100_000_000  # parameters; the gradients of all steps are held at once
 PATIENCE_STEPS = 12
 
@@ -158,8 +156,7 @@ class StepReplica:
 
     def _judge(self, steps: list[list[dict[str, Any]]], bitwise: bool) -> dict[str, Any]:
         if self._reference is None:
-            share = 1000 * LONGEST_PLAYS_S / (PLAYS * max(self._step_ms, 1.0))
-            self._played, self._share = sliced(steps, share, self.torch) if share < 1 else (steps, 1.0)
+            self._played, self._share = sliced(steps, self._step_ms, self.torch)
             try:
                 self._reference = self._plain_plays(self._played)
             except Exception:  # a module that cannot do with fewer samples
@@ -170,6 +167,8 @@ class StepReplica:
         reference, steps = self._reference, self._played
         try:
             levers = reference.replay.play(steps, self.choices)
+        except self.torch.OutOfMemoryError:  # the copies that are compared take memory, too: nothing is known of the levers
+            return {"failure": "there was no memory left to do a step again beside the program"}
         except Exception as error:  # the plain play has just gone through
             levers = Played(failure=f"{type(error).__name__}: {str(error)[:160]}")
         if levers.failure:

@@ -41,13 +41,13 @@ def compare(plain: Played, levers: Played, double: Played, nudged: Played, torch
 
     ``nudged`` holds the first step only, ``double`` that or nothing. ``smooth`` tells that the losses of the levers'
     first steps cannot leave the plain ones by more than the gradient error that was seen. ``share``: of the samples of a batch that were
-    played; the gradients of whole batches are closer to each other by its square root.
+    played. The gradients of whole batches are closer to each other by its square root, and so are those on both sides of a kink.
     """
     if double.gradients and not relative_distance(plain.gradients[0], double.gradients[0], torch) <= USABLE_REFERENCE:
         double = Played()
     noise = _noise(plain.gradients, torch) * math.sqrt(share)
     outputs, error = _outputs(plain, levers, double)
-    kinks = max(HALF_UNIT, KINKS * math.sqrt(error))
+    kinks = max(HALF_UNIT, KINKS * math.sqrt(error / share))
     checks = [outputs, _gradient(plain, levers, double, noise, kinks, torch), _parameters(plain, levers, double, kinks, share, torch)]
     if plain.updates:
         checks.append(_updates(plain, levers, double, torch))

@@ -22,7 +22,7 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     on_cuda = scene is not None and scene.device_type == "cuda"
-    if not facts.cuda and not on_cuda:  # a device that NVML does not list may be there all the same
+    if not facts.cuda and not on_cuda:  # the program may be on a device that was not listed
         return Skip("no CUDA device was found on this machine")
     name = next((name for name in VARIABLES if facts.environment.get(name)), None)
     if name is not None:

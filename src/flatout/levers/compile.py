@@ -1,7 +1,7 @@
 """Compile the root modules with torch.compile.
 
 What it does: replaces the forward of each root module by its compiled form, in place: names, types and state_dict stay.
-    "default" fuses operations; "reduce-overhead" also records CUDA graphs; "max-autotune-no-cudagraphs" tries more kernels.
+    "default" fuses operations; "reduce-overhead" also records CUDA graphs of the steps that train; "max-autotune-no-cudagraphs" tries more kernels.
 Why it is faster: fused element-wise operations touch memory once, and a step is launched without Python in between.
 When it does not help: short runs (compiling takes seconds to minutes), shapes that change every step, double backward.
 What it can change: rounding. Random draws stay those of the plain program (fallback_random).
@@ -50,14 +50,20 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     mode = None if value == "default" else str(value)
 
     def wrapper(forward: Any) -> Any:
-        compiled = torch.compile(forward, mode=mode)
-        state = {"broken": False}
+        of_one_shape = torch.compile(forward, mode=mode, dynamic=False)
+        of_any_shape = torch.compile(forward, mode=mode, dynamic=True)
+        state: dict[str, Any] = {"broken": False}
 
         def compiled_or_plain(*args: Any, **kwargs: Any) -> Any:
-            if state["broken"]:
+            if state["broken"] or scene.looks_for_roots:
                 return forward(*args, **kwargs)
+            if mode == "reduce-overhead" and not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            shapes = _shapes(args, kwargs, torch)
+            compiled = of_one_shape if state.setdefault("shapes", shapes) == shapes else of_any_shape
             try:
-                return compiled(*args, **kwargs)
+                found = compiled(*args, **kwargs)
+                return _cloned(found, torch) if mode == "reduce-overhead" else found
             except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
                 state["broken"] = True
                 scene.report("compile", f"it failed and the plain module is used ({type(error).__name__})")
@@ -67,6 +73,25 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     for root in scene.roots:
         scene.wrap_forward(scene.without_ranks(root), wrapper, ledger)
     return ledger.restore
+
+
+def _cloned(found: Any, torch: Any) -> Any:
+    """What the script may keep: a CUDA graph writes its outputs into the same memory again."""
+    if isinstance(found, torch.Tensor):
+        return found.clone()
+    if isinstance(found, dict):
+        for name, each in found.items():  # in place: an output of transformers is a dictionary of its own class
+            found[name] = _cloned(each, torch)
+        return found
+    if isinstance(found, (list, tuple)):
+        parts = [_cloned(each, torch) for each in found]
+        return type(found)(*parts) if hasattr(found, "_fields") else type(found)(parts)
+    return found
+
+
+def _shapes(args: Any, kwargs: Any, torch: Any) -> tuple[Any, ...]:
+    """Of one call's tensors. The first call's shapes keep a graph of their own: a shorter last batch would else replace it, for good, by one for any shape."""
+    return tuple(tensor.shape for tensor in (*args, *kwargs.values()) if isinstance(tensor, torch.Tensor))
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:

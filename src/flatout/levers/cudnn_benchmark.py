@@ -1,6 +1,7 @@
 """Let cuDNN try its convolution algorithms once for each shape and keep the fastest.
 
-What it does: torch.backends.cudnn.benchmark = True.
+What it does: torch.backends.cudnn.benchmark = True, before the first step. ATen keeps a plan for each shape, and looks at the flag only where it has
+    none (Conv_v8.cpp of torch 2.14): switched on later it changes nothing for shapes that were seen.
 Why it is faster: the heuristic that chooses otherwise is sometimes far from the best algorithm.
 When it does not help: shapes that change from step to step (each new one is tried again); no convolutions; no CUDA.
 What it can change: rounding, and which algorithm is chosen from run to run.
@@ -18,14 +19,16 @@ from flatout.plan.words import Effect, Moment
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    torch = scene.torch
-    if scene.device_type != "cuda" and not any(p.is_cuda for p in scene.parameters):
+    torch, known = scene.torch, bool(scene.parameters)
+    if not known and not facts.cuda:
+        return Skip("no CUDA device was found on this machine")
+    if known and scene.device_type != "cuda" and not any(p.is_cuda for p in scene.parameters):
         return Skip("no parameter of the program is on a CUDA device")
     if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
         return Skip("deterministic algorithms are switched on, and this lever chooses among others")
     if torch.backends.cudnn.benchmark:
         return Skip("torch.backends.cudnn.benchmark is on already")
-    if not scene.has_layer("Conv"):
+    if known and not scene.has_layer("Conv"):
         return Skip("no module of the model is an nn.Conv layer")
     return Options((True,))
 
@@ -46,4 +49,4 @@ def code(value: Value) -> str:
     return "torch.backends.cudnn.benchmark = True"
 
 
-LEVER = Lever("cudnn_benchmark", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, warms_up=True, known_bad=known_bad, page=__doc__)
+LEVER = Lever("cudnn_benchmark", Moment.IMPORT, Effect.ROUNDING, applies, code, apply=apply, known_bad=known_bad, page=__doc__)

@@ -78,18 +78,19 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
             ledger.set_item(group, "fused", way == "fused")
             ledger.set_item(group, "foreach", way == "foreach")
         if way == "fused":
-            _move_step_counters(torch, optimizer)
+            _move_step_counters(torch, optimizer, to_device=True)
+            ledger.call("step counters", lambda optimizer=optimizer: _move_step_counters(torch, optimizer, to_device=False))
     if not done:
         raise LookupError(f"no optimizer here has a {value} form")
     return ledger.restore
 
 
-def _move_step_counters(torch: Any, optimizer: Any) -> None:
-    """Fused CUDA kernels read the step count on the device; the plain loop keeps it on the host."""
+def _move_step_counters(torch: Any, optimizer: Any, to_device: bool) -> None:
+    """Fused CUDA kernels read the step count on the device. The plain loop reads it on the host: from the device it would wait for each parameter."""
     for p, state in optimizer.state.items():
         step = state.get("step")
-        if isinstance(step, torch.Tensor) and p.is_cuda and not step.is_cuda:
-            state["step"] = step.to(p.device)
+        if isinstance(step, torch.Tensor) and p.is_cuda and step.is_cuda != to_device:
+            state["step"] = step.to(p.device if to_device else "cpu")
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:

@@ -36,7 +36,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     if value == "activations":
         torch = scene.torch
-        stream = torch.cuda.Stream() if scene.device_type == "cuda" else None
+        stream = torch.cuda.Stream(scene.device) if scene.device_type == "cuda" else None
         hooks = Offloading(torch, scene.device_type, stream)
         for root in scene.roots:
             scene.wrap_forward(scene.without_ranks(root), _offloading(torch, hooks), ledger)
@@ -64,12 +64,14 @@ def _state_away(torch: Any, optimizer: Any, ledger: Any) -> None:
     really = optimizer.step
 
     def move(away: bool) -> None:
+        devices = set()
         for p, state in optimizer.state.items():
             for key, held in state.items() if p.device.type == "cuda" else ():
                 if isinstance(held, torch.Tensor) and held.numel() >= LEAST_NUMBERS and held.is_cuda == away:
                     state[key] = _pinned(torch, held) if away else held.to(p.device, non_blocking=True)
-        if away and torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()  # what is read next on the host is there
+                    devices.add(p.device)
+        for device in devices if away else ():
+            torch.cuda.current_stream(device).synchronize()  # what is read next on the host is there
 
     @wraps(really)
     def step(*args: Any, **kwargs: Any) -> Any:

@@ -47,7 +47,7 @@ class Autoplan:
     def __init__(self, scene: Any, applier: Applier, model: Any, optimizer: Any, device: Any, effects: frozenset[Effect]) -> None:
         self.scene, self.applier, self.model, self.optimizer, self.device, self.effects = scene, applier, model, optimizer, device, effects
         self.found: Tuned | None = None
-        self._clock = clock_for(scene.torch, device.type)
+        self._clock = clock_for(scene.torch, device)
         self._ledger = Ledger()
         self._replica: StepReplica | None = None
         self._search: Search | None = None

@@ -28,7 +28,7 @@ class Watch:
             copy = self.torch.empty((), dtype=loss.dtype, pin_memory=True)
             copy.copy_(loss.detach(), non_blocking=True)
             event = self.torch.cuda.Event()
-            event.record()
+            event.record(self.torch.cuda.current_stream(loss.device))
             self._pending.append((index, copy, event))
             return self._arrived(everything=len(self._pending) > MOST_PENDING)
         return None  # no way to ask another device without waiting for it

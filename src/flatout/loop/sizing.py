@@ -97,7 +97,7 @@ class Sizer:
     def __init__(self, torch: Any, device: Any, micro_batches: MicroBatches, agreed: Callable[[list[float]], list[float]] = list) -> None:
         self.micro_batches, self.agreed = micro_batches, agreed
         self.found: Sized | None = None
-        self._clock, self._room = clock_for(torch, device.type), Room(torch, device)
+        self._clock, self._room = clock_for(torch, device), Room(torch, device)
         self._search: Sizing | None = None
         self._start: Any = None
         self._failed = 0

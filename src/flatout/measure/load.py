@@ -70,24 +70,24 @@ def _busy_ticks() -> int:
     return user + nice + system + irq + softirq + steal
 
 
-def peak_bytes(torch: Any, device_type: str) -> int:
-    """The most that this process has held: on the device where it has one, else in memory."""
-    if device_type == "cuda":
-        return int(torch.cuda.max_memory_allocated())
+def peak_bytes(torch: Any, device: Any) -> int:
+    """The most that this process has held: on ``device`` where that is a CUDA device, else in memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def copies_that_fit(torch: Any, device_type: str, processes: int = 1) -> int:
-    """How many programs like this one fit at once, this one among them: into the device's memory, and into the machine's.
+def copies_that_fit(torch: Any, device: Any, processes: int = 1) -> int:
+    """How many programs like this one fit at once, this one among them: into the memory of ``device``, and into the machine's.
 
     ``processes`` are the like of this process that one program consists of (the ranks of this machine).
     """
     copies = 1 + int(SPARE * available_bytes() // (max(1, resident_bytes()) * processes))
-    if device_type == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        copies = min(copies, 1 + int(SPARE * free // (torch.cuda.max_memory_reserved() + CONTEXT_BYTES)))
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        copies = min(copies, 1 + int(SPARE * free // (torch.cuda.max_memory_reserved(device) + CONTEXT_BYTES)))
     return copies
 
 

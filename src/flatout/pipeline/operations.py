@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flatout.pipeline.division import divided
 from flatout.pipeline.draws import Draw, Integer, Uniform
 from flatout.pipeline.operation import Form, Operation, Shape
 
@@ -214,7 +215,7 @@ class Scale(Operation):
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         floats = images.to(self.dtype, memory_format=torch.contiguous_format)
-        return floats.div_(255) if self.divide else floats.mul_(1.0 / 255)
+        return divided(floats, 255) if self.divide else floats.mul_(1.0 / 255)
 
 
 @dataclass(frozen=True)

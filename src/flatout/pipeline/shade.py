@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flatout.pipeline.division import divided
 from flatout.pipeline.hue import turn_bytes, turn_tensor
 
 EXACT_SUM = 2**24  # whole numbers up to here are added in float32 without rounding, in any order
@@ -51,7 +52,7 @@ class PillowShade:
     def contrast(self, images: Tensor, factors: Tensor) -> Tensor:
         grey = images if images.shape[1] == 1 else self.grey(images)
         count = grey[0].numel()
-        mean = grey.sum(dim=(1, 2, 3), dtype=torch.float64).div_(count).add_(0.5).floor_()  # ImageStat divides Python's integers
+        mean = divided(grey.sum(dim=(1, 2, 3), dtype=torch.float64), count).add_(0.5).floor_()  # ImageStat divides Python's integers
         return self._blend(_wide(mean.float()), images, factors)
 
     def saturation(self, images: Tensor, factors: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ class TensorShade:
             return images
         if not self.bytes:
             return turn_tensor(images, factors, self.v2)
-        parts = images.mul(1.0 / 255) if self.v2 else images.div(255)
+        parts = images.mul(1.0 / 255) if self.v2 else divided(images.clone(), 255)
         return turn_tensor(parts, factors, self.v2).mul_(256.0 - 1e-3).floor_()
 
     def _blend(self, images: Tensor, degenerate: Tensor, factors: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ import os
 import platform
 from pathlib import Path
 
-from flatout.plan.facts import Facts, Gpu
+from flatout.plan.facts import Facts
 from flatout.probe.cgroup import group
+from flatout.probe.gpus import visible_gpus
 
 WATCHED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "GLIBC_TUNABLES",
            "CUDA_VISIBLE_DEVICES", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_CONF",
@@ -22,10 +23,10 @@ ALLOCATORS = {"tcmalloc": ("libtcmalloc_minimal.so.*", "libtcmalloc.so.*"), "jem
 def look() -> Facts:
     """Every fact that can be had cheaply. Missing ones stay at their defaults."""
     how = {"cpu": "/proc/cpuinfo", "cores": "sched_getaffinity and the cgroup's quota", "memory_bytes": "sysconf",
-           "gpus": "NVML", "versions": "importlib.metadata", "allocators": "library folders and installed wheels"}
+           "gpus": "the CUDA driver", "versions": "importlib.metadata", "allocators": "library folders and installed wheels"}
     model, flags = _cpu()
     versions = {name: version for name in DISTRIBUTIONS if (version := _version(name))}
-    return Facts(cpu=model, cores=_cores(), memory_bytes=_memory(), cpu_flags=flags, gpus=_gpus(), system=platform.system(),
+    return Facts(cpu=model, cores=_cores(), memory_bytes=_memory(), cpu_flags=flags, gpus=visible_gpus(), system=platform.system(),
                  python=platform.python_version(), versions=versions, environment={n: os.environ[n] for n in WATCHED if n in os.environ},
                  allocators=_allocators(), how=how)
 
@@ -74,40 +75,6 @@ def oom_kills() -> int | None:
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
     except (OSError, ValueError, IndexError):
         return None
-
-
-def _gpus() -> tuple[Gpu, ...]:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no wheel, no driver, no permission: no GPU that we could use
-        return _gpus_of_proc()
-    try:
-        found = []
-        for at in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(at)
-            name = pynvml.nvmlDeviceGetName(handle)
-            found.append(Gpu(name if isinstance(name, str) else name.decode(), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-                             tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))))
-        return tuple(found)
-    except pynvml.NVMLError:
-        return ()
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _gpus_of_proc() -> tuple[Gpu, ...]:
-    """The kernel driver's own listing, where the NVML wheel is not installed; capability and memory stay unknown."""
-    found = []
-    for path in sorted(glob.glob("/proc/driver/nvidia/gpus/*/information")):
-        try:
-            for line in Path(path).read_text(encoding="utf-8").splitlines():
-                if line.startswith("Model:"):
-                    found.append(Gpu(line.partition(":")[2].strip(), 0, (0, 0)))
-        except OSError:
-            continue
-    return tuple(found)
 
 
 def _allocators() -> dict[str, str]:

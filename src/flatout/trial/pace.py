@@ -19,7 +19,7 @@ class PaceEar(Ear):
         if self.scene.divided is None or (here := standing()) is None:
             raise CannotHear("the program does not run as ranks of ours")
         self.here, self.divided = here, self.scene.divided
-        self.clock, self.host = clock_for(self.torch, self.scene.device_type), HostClock()
+        self.clock, self.host = clock_for(self.torch, self.scene.device), HostClock()
         self.spans: list[list[tuple[str, Any, Any]]] = [[]]
         self.counts: list[dict[str, float]] = [dict.fromkeys(("samples", "elements", "sent_bytes"), 0.0)]
         self.marks = [self.clock.mark()]

@@ -39,7 +39,7 @@ class PeakEar(Recorded):
         if self.step_began is None:
             self.step_began = self.clock.mark()
             if self.on_cuda:
-                self.torch.cuda.reset_peak_memory_stats()
+                self.torch.cuda.reset_peak_memory_stats(self.scene.device)
 
     def tick(self) -> None:
         super().tick()
@@ -47,13 +47,13 @@ class PeakEar(Recorded):
             start, end = self.ends[-2:]
             self.seen.append(Seen(start, self.before, self.step_began or start, end))
             if self.on_cuda:
-                self.peak = max(self.peak, int(self.torch.cuda.max_memory_allocated()))
+                self.peak = max(self.peak, int(self.torch.cuda.max_memory_allocated(self.scene.device)))
         elif len(self.ends) == 1 and not self.on_cuda:
             self.record()
         self.before = self.in_use()
         self.step_began = None
         if self.on_cuda:
-            self.torch.cuda.reset_peak_memory_stats()
+            self.torch.cuda.reset_peak_memory_stats(self.scene.device)
 
     def end(self) -> dict[str, Any]:
         super().end()

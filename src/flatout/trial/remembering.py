@@ -65,7 +65,7 @@ class Recorded(Ear):
     def in_use(self) -> int:
         """Bytes of all tensors that Python knows, also where a frozen collector hides them; on a device the allocator tells."""
         if self.scene.device_type == "cuda":
-            return int(self.torch.cuda.memory_allocated())
+            return int(self.torch.cuda.memory_allocated(self.scene.device))
         tensor_class = self.torch.Tensor
         storages = {}
         frozen = gc.get_freeze_count()  # what was frozen (lever gc_pause) is in no list
@@ -227,8 +227,8 @@ class MemoryEar(Recorded):
     def end(self) -> dict[str, Any]:
         self.listening_to_lines.restore()
         cuda = self.scene.device_type == "cuda"
-        reserved = int(self.torch.cuda.memory_reserved()) if cuda else None
-        stats = self.torch.cuda.memory_stats() if cuda else {}
+        reserved = int(self.torch.cuda.memory_reserved(self.scene.device)) if cuda else None
+        stats = self.torch.cuda.memory_stats(self.scene.device) if cuda else {}
         super().end()
         if len(self.ends) < 2:
             return {}
@@ -274,7 +274,7 @@ class LeakEar(Recorded):
         if len(self.ends) - 1 in self.looks:
             self.holders.look(len(self.ends))
         if self.scene.device_type == "cuda":
-            self.sizes.append(float(self.torch.cuda.memory_allocated()))
+            self.sizes.append(float(self.torch.cuda.memory_allocated(self.scene.device)))
 
     def end(self) -> dict[str, Any]:
         held = self.holders.found([*(tensor for tensors in self.known().values() for tensor in tensors), *self.around.ours()])

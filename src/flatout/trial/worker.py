@@ -209,6 +209,7 @@ class Worker(Listener):
         elif self.scene.steps == 0 and self.scene.closure_steps and self.scene.backwards >= CLOSURE_PASSES and seconds() - self.first_backward_s > CLOSURE_S:
             self._claim()
             self.unit = "backward"
+            self._read_the_device_clock()
             self.tick_start = self.clock.mark()
 
     def exchange_begin(self) -> None:
@@ -257,14 +258,19 @@ class Worker(Listener):
         self.applier.start(self.spec.plan, LATE)
         if any(o.applied and self.applier.table[o.choice.name].warms_up for o in self.applier.outcomes):
             self.fewest_ticks = TICKS_OF_A_COMPILER
-        if self.scene.device_type == "cuda":
-            self.clock = clock_for(self.torch, "cuda")
-            self.phases = PhaseRecorder(self.clock)
+        self._read_the_device_clock()
         if self.unit == "step":
             self.first_step_s = seconds()
             self.tick_start = None
 
     # -- ticks ------------------------------------------------------------------------------------------------------
+
+    def _read_the_device_clock(self) -> None:
+        """Once the model's device is known. No mark of the host's clock may meet one of the device's: those made so far are dropped."""
+        if self.scene.device_type == "cuda" and self.clock.name != "cuda":
+            self.clock = clock_for(self.torch, self.scene.device)
+            self.phases = PhaseRecorder(self.clock)
+            self.tick_start = None
 
     def _tick(self) -> None:
         if self.stopping:
@@ -303,7 +309,7 @@ class Worker(Listener):
         self.notes.take_samples()
         self._answer({"ready": True, "unit": self.unit, "ticks": len(self.ticks_ms), "tick_ms": block_ms(self.ticks_ms[-8:]), "warmup_ms": self.warmup_ms,
                       "data_ms": median(self.waits_ms[-8:]), "once_s": self.scene.handed_on.filled_s if self.scene.handed_on is not None else 0.0,
-                      "copies": copies_that_fit(self.torch, self.scene.device_type, self.ranks.local_world),
+                      "copies": copies_that_fit(self.torch, self.scene.device, self.ranks.local_world),
                       "device": self.scene.device_type, "boundaries": "backward" if self.scene.boundaries.by_backward else "optimizer",
                       "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
                       "skipped": [o.to_json() for o in self.applier.outcomes if not o.applied]})
@@ -444,7 +450,7 @@ class Worker(Listener):
             samples_per_s=per_step / step_ms * 1000 if per_step and step_ms else None,
             phases={name: phase.to_json() for name, phase in self.phases.summary().items()},
             losses=notes.losses(), loss_steps=notes.loss_steps, batch_hashes=notes.batch_hashes, batch_statistics=notes.batch_statistics,
-            draws=self.drawn, weights_digests=notes.weights_digests, peak_memory_bytes=peak_bytes(self.torch, self.scene.device_type),
+            draws=self.drawn, weights_digests=notes.weights_digests, peak_memory_bytes=peak_bytes(self.torch, self.scene.device),
             device=self.scene.device_type, seed=self.spec.seed,
             plan=self.spec.plan.to_json(), applied=[o.to_json() for o in outcomes if o.applied],
             skipped=[*(o.to_json() for o in outcomes if not o.applied), *({"name": n, "reason": r} for n, r in self.scene.reports)],

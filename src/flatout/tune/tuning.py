@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from flatout.engine.replica import LONGEST_PLAYS_S, PLAYS, SHARPENING_S, SLOW_MS, STEPS, STEPS_OF_A_LARGE_MODEL
+from flatout.engine.batch_slices import PLAYS, samples_played
+from flatout.engine.replica import SHARPENING_S, SLOW_MS, STEPS, STEPS_OF_A_LARGE_MODEL
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
 from flatout.plan.errors import FlatoutError, NothingMeasured, ProgramFailed
@@ -145,7 +146,9 @@ class Tuning:
         """What it costs to do a step again: some steps are captured, then played, and the network is trained on one of them."""
         step_s = self.arena.tick_ms / 1000
         captured = STEPS if self.arena.tick_ms <= SLOW_MS else STEPS_OF_A_LARGE_MODEL
-        return captured * step_s + min(PLAYS * step_s + SHARPENING_S, LONGEST_PLAYS_S)
+        batch = max((loader["batch_size"] or 0 for loader in self.session.scene.get("loaders", ())), default=0)
+        share = samples_played(batch, self.arena.tick_ms) / batch if batch else 1.0
+        return captured * step_s + PLAYS * step_s * share + SHARPENING_S
 
     @property
     def fit_until_s(self) -> float:

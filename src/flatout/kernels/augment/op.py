@@ -74,7 +74,12 @@ def best(images: Tensor, channels: int, size: list[int], dtype: torch.dtype) -> 
 def _table(mean: Tensor, std: Tensor) -> Tensor:
     """[C, 256]: what each byte becomes, by torchvision's own operations in its own order."""
     byte = torch.arange(256, dtype=torch.float32, device=mean.device)
-    return byte.div(255).sub(mean[:, None]).div(std[:, None])
+    return byte.div(_white(mean)).sub(mean[:, None]).div(std[:, None])
+
+
+def _white(like: Tensor) -> Tensor:
+    """255 on the device: CUDA would multiply by the reciprocal of a number of the host, and round otherwise (BinaryDivTrueKernel.cu of torch 2.14)."""
+    return torch.full((), 255.0, device=like.device)
 
 
 def _plain(images: Tensor, top: Tensor, left: Tensor, flip: Tensor, shape: tuple[int, int, int, int], mean: Tensor, std: Tensor, padding: int, fill: int,
@@ -90,7 +95,7 @@ def _plain(images: Tensor, top: Tensor, left: Tensor, flip: Tensor, shape: tuple
         image = F.pad(seen[at], [far] * 4, value=fill) if far else seen[at]
         part = image[:, y + more:y + more + height, x + more:x + more + width]
         crops[at] = part.flip(-1) if mirrored else part
-    made = crops.to(torch.float32).div_(255).sub_(mean[:, None, None]).div_(std[:, None, None])
+    made = crops.to(torch.float32).div_(_white(mean)).sub_(mean[:, None, None]).div_(std[:, None, None])
     return made.to(dtype)
 
 

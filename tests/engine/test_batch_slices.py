@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.engine.slices import FEWEST_SAMPLES, sliced
+from flatout.engine.batch_slices import FEWEST_SAMPLES, LONGEST_PLAYS_S, PLAYS, samples_played, sliced
+
+SLOW_MS = 12_000.0
 
 
 def step(size: int, **more):
@@ -15,16 +17,17 @@ def step(size: int, **more):
              "grads": {0: torch.ones(size, 5)}, "root": 0, **more}]
 
 
-@given(size=st.integers(1, 300), share=st.floats(0.01, 1.0))
-def test_what_is_kept_are_the_first_samples_of_everything(size, share):
+@given(size=st.integers(1, 300), step_ms=st.floats(0.1, 60_000.0))
+def test_what_is_kept_are_the_first_samples_of_everything(size, step_ms):
     whole = [step(size), step(size)]
-    part, taken = sliced(whole, share, torch)
+    part, taken = sliced(whole, step_ms, torch)
     kept = len(part[0][0]["args"][0])
-    assert kept == round(taken * size)
+    assert kept == round(taken * size) == samples_played(size, step_ms)
     if taken == 1.0:
         assert part == whole
         return
-    assert max(FEWEST_SAMPLES, share * size) <= kept <= size / 2
+    assert FEWEST_SAMPLES <= kept <= size / 2
+    assert kept == FEWEST_SAMPLES or PLAYS * step_ms * (kept - 1) / size <= 1000 * LONGEST_PLAYS_S
     for calls in part:
         assert calls[0]["args"][0].equal(whole[0][0]["args"][0][:kept])
         assert calls[0]["args"][1]["mask"].shape == (kept,)
@@ -36,10 +39,10 @@ def test_what_is_kept_are_the_first_samples_of_everything(size, share):
 @pytest.mark.parametrize("other", [{"grads": {0: torch.ones(7, 5)}}, {"kwargs": {"weights": torch.ones(40)}}])
 def test_steps_whose_sizes_differ_stay_whole(other):
     whole = [step(64), step(64, **other)]
-    assert sliced(whole, 0.1, torch) == (whole, 1.0)
+    assert sliced(whole, SLOW_MS, torch) == (whole, 1.0)
 
 
 def test_a_loss_that_the_module_computes_itself_is_no_batch():
-    part, taken = sliced([step(64, grads={0: torch.tensor(1.0)})], 0.25, torch)
+    part, taken = sliced([step(64, grads={0: torch.tensor(1.0)})], SLOW_MS, torch)
     assert taken == 0.25
     assert part[0][0]["grads"][0] == 1.0

@@ -1,0 +1,35 @@
+"""cuDNN's search for algorithms is on before the first step: a plan of ATen that is made without it stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from cuda_driver import made
+
+pytest.importorskip("torch")
+
+PROGRAM = """
+import torch
+model = torch.nn.Linear(4, 2)
+for step in range(20):
+    if step == 0:
+        print("first step:", torch.backends.cudnn.benchmark, flush=True)
+    model(torch.ones(3, 4)).sum().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.01 * p.grad
+"""
+
+
+@pytest.mark.timeout(60)
+def test_the_flag_is_set_before_the_first_step(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "plan.toml").write_text("schema = 1\n\n[levers.cudnn_benchmark]\nvalue = true\n")
+    for environment, said in (({"LD_LIBRARY_PATH": str(made(tmp_path))}, "first step: True"), ({}, "first step: False")):
+        ran = subprocess.run([sys.executable, "-m", "flatout", "run", "--plan", "plan.toml", sys.executable, "train.py"], cwd=tmp_path, capture_output=True,
+                             text=True, timeout=50, check=True, env={**os.environ, **environment})
+        assert said in ran.stdout
+    assert "no CUDA device was found on this machine" in ran.stderr
