@@ -166,6 +166,8 @@ ROWS = [
     Row("tf32", "this GPU has no TF32, which needs compute capability 8.0 or higher", not_run="not run: it needs a GPU of compute capability below 8.0"),
     Row("tf32", "deterministic algorithms are switched on, so the precision is left as it is", "gpu_pieces", "gpu_products"),
     Row("tf32", "the float32 precision of matrix products is set to ieee already", "gpu_choices", "gpu_products"),
+    Row("cudnn_benchmark", "no CUDA device was found on this machine", "by_hand", "gpu_choices",
+        not_run="not run: it is said before the first step alone, which test_cudnn_benchmark.py sees"),
     Row("cudnn_benchmark", "deterministic algorithms are switched on, and this lever chooses among others", "gpu_pieces", "gpu_choices"),
     Row("cudnn_benchmark", "torch.backends.cudnn.benchmark is on already", "gpu_choices", "gpu_pieces"),
     Row("cudnn_benchmark", "no module of the model is an nn.Conv layer", "gpu_products", "gpu_choices"),
