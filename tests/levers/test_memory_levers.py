@@ -139,6 +139,28 @@ def test_offloaded_tensors_come_back_bit_for_bit():
         hooks.unpack(changed)
 
 
+def test_what_several_operations_save_goes_to_the_host_once():
+    """Three projections save their one input; what was written to in between is another tensor."""
+    query, key, value = (nn.Linear(64, 64, bias=False) for _ in range(3))
+    gradients = []
+    hooks = Offloading(torch, "cpu", least_bytes=4 * 32 * 64 * 4)
+    for around in (contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)):
+        x = torch.linspace(-1, 1, 4 * 32 * 64).view(4, 32, 64).requires_grad_()
+        with around:
+            seen = x * 1.0
+            sums = [layer(seen).sum() for layer in (query, key, value)]
+        sum(sums).backward()
+        gradients.append([x.grad, *(layer.weight.grad.clone() for layer in (query, key, value))])
+        for layer in (query, key, value):
+            layer.weight.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert hooks.moved_bytes == 4 * 32 * 64 * 4
+    tensor = torch.zeros(4, 32, 64)
+    before = hooks.pack(tensor)
+    tensor.add_(1)
+    assert [float(hooks.unpack(packed).sum()) for packed in (before, hooks.pack(tensor))] == [0.0, tensor.numel()]
+
+
 def test_what_is_left_alone_and_said(program):
     live = program()
     assert "no parameter of the program is on a CUDA device" in LEVER["offload"].applies(FACTS, live.scene).reason

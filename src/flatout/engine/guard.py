@@ -69,7 +69,7 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
         if effect is Effect.RESAMPLED:
             checks += same_distribution(list(zip(plain, tuned, strict=True)))
         elif repeatable:
-            checks += _start(plain, tuned, replica or {}, shaken, _most_growth(effect))
+            checks += _start(plain, tuned, replica or {}, shaken, _most_growth(effect, alone=len(shaken) == 1))
         checks += [*_told(replica), *_told(late, "late ", "after a stretch of training ")]
         checks.append(_curves_within_spread(curves))
     failed = [c for c in checks if not c.passed]
@@ -224,8 +224,8 @@ def _carried(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], shaken:
     A large step on a young network makes of one rounding a tenth of the loss within three steps. What a lever breaks is
     there at once; what it rounds grows as rounding does. Distances up to ``least`` would be excused anyway.
     """
-    seeds = {p.seed: p for p in plain}
-    mine = _growth([_aligned(p, t) for p, t in zip(plain, tuned, strict=True)], length)
+    seeds, moved = {p.seed: p for p in plain}, {s.seed for s in shaken}  # a seed may carry rounding a hundred times as fast as another one
+    mine = _growth([_aligned(p, t) for p, t in zip(plain, tuned, strict=True) if p.seed in moved], length)
     rounding = _growth([_aligned(seeds[s.seed], s) for s in shaken if s.seed in seeds], length)
     unit = max((abs(float.fromhex(x)) for p in plain for x in p.losses[:length]), default=1.0)
     ratios = [m / max(r + LOSS_RESOLUTION * unit, TINY) for m, r in zip(mine, rounding, strict=False) if not m <= least]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from flatout.saved.derive import Kept
 
 LEAST_BYTES = 2**20  # of a tensor that is worth the way: below, starting a copy takes as long as the copy
+MOST_KNOWN = 4096  # tensors that are looked up
 
 
 class Away:
     """A tensor's bytes in pinned host memory, and the event after which they are there."""
 
-    __slots__ = ("copy", "device", "event", "stride")
+    __slots__ = ("__weakref__", "copy", "device", "event", "stride")
 
     def __init__(self, torch: Any, tensor: Any, stream: Any) -> None:
         self.device, self.stride, self.event = tensor.device, tensor.stride(), None
@@ -38,20 +40,34 @@ class Away:
 class Offloading:
     """Hooks for saved tensors of ``device_type``: those of at least ``least_bytes`` go to the host; parameters and small ones stay.
 
-    ``stream`` is a side stream to copy on; None copies at once, which is what a CPU can do.
+    What several operations save, as three projections save their one input, goes there once. ``stream`` is a side stream to copy on; None copies at once, which is what a CPU can do.
     """
 
     def __init__(self, torch: Any, device_type: str, stream: Any = None, least_bytes: int = LEAST_BYTES) -> None:
         self.torch, self.device_type, self.stream, self.least_bytes = torch, device_type, stream, least_bytes
         self.moved_bytes = 0
+        self._known: dict[Any, tuple[Any, int, Any]] = {}  # by place in a storage: that storage, the version, the copy; all weakly
 
     def pack(self, tensor: Any) -> Any:
         size = tensor.numel() * tensor.element_size()
         parameter = (tensor._base if tensor._base is not None else tensor).is_leaf and tensor.requires_grad
         if tensor.device.type != self.device_type or size < self.least_bytes or parameter or tensor.layout != self.torch.strided:
             return Kept(tensor)
+        from torch.multiprocessing.reductions import StorageWeakRef  # type: ignore[attr-defined]
+
+        storage = StorageWeakRef(tensor.untyped_storage())
+        place = (storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if place in self._known:
+            known, version, found = self._known[place]
+            away = found()
+            if away is not None and version == tensor._version and not known.expired():
+                return away
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        away = Away(self.torch, tensor.detach(), self.stream)
+        self._known[place] = storage, tensor._version, weakref.ref(away)
         self.moved_bytes += size
-        return Away(self.torch, tensor.detach(), self.stream)
+        return away
 
     def unpack(self, packed: Any) -> Any:
         return packed.back(self.torch) if isinstance(packed, Away) else packed.value()

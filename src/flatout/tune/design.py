@@ -15,7 +15,7 @@ from flatout.tune.one_thread import np
 SETTLED = 0.98  # the chance of being in the best set, or out of it, from where on a factor is not varied
 MOST_CANDIDATES = 192  # rows that are compared for each choice
 BLOCKS_A_PROCESS = 8  # expected of a process that is chosen now
-NEAR_PLAN_SHARE = 4  # one block in so many has the likeliest set on
+NEAR_PLAN_SHARE, FEW = 4, 2  # one block in so many has the likeliest set on, and one of a few has
 TOUR = 5  # blocks; a measurement that is ended early loses a later tour
 WORTH_MEASURING = 0.01  # expected regret, in log time
 
@@ -61,7 +61,7 @@ def live_rows(space: Space, fitted: Fitted | None, process_on: frozenset[str], n
     base = space.rows([process_on])[0]
     candidates = _candidates(space, known, rng, space.switched, base)
     plan = _completed(space, base[None, :], space.rows([known.best()])[0] & space.switched)[0]
-    chosen = [plan] * (n // NEAR_PLAN_SHARE) if (plan & ~base).any() and space.allowed_rows(plan[None, :])[0] else []
+    chosen = [plan] * (1 if 0 < n <= FEW else n // NEAR_PLAN_SHARE) if (plan & ~base).any() and space.allowed_rows(plan[None, :])[0] else []
     features = np.hstack([space.features(candidates), np.ones((len(candidates), 1))])
     columns = len(known.cov)
     cov = np.zeros((columns + 1, columns + 1))  # the last column is the luck of the process

@@ -28,7 +28,7 @@ from flatout.tune.together import FEWEST_TURNS, Asked, Member, Seen, measure_tog
 from flatout.tune.tuning import Tuning, only
 
 WAVE = 2  # programs that are started together
-FIRST_ROWS, FEWEST_FIRST_ROWS = 6, 3  # of the observed program, before any other is started
+FIRST_ROWS, FEWEST_FIRST_ROWS = 6, 2  # of the observed program, before any other is started
 FIRST_SHARE = 0.1  # of the budget, for them
 BESIDE_ROWS = 2  # of the observed program in each wave
 ROWS = 10  # of each program of a wave, and FEWEST_TURNS at least
@@ -115,7 +115,7 @@ class _Exploring:
         """How many blocks each program of a wave may have. It has fewer where measuring would cost more than ROWS_SHARE of what starting did."""
         tuning, here = self.tuning, min(programs, WAVE)
         left_s = self._until_s - self.compiling.reserved_s - seconds() - tuning.starts_s(here)
-        beside = BESIDE_ROWS if tuning.observed is not None else 0
+        beside = self._beside_rows if tuning.observed is not None else 0
         rows = min(ROWS, int((left_s / self._row_s - beside) / here))
         if tuning.length_ticks is not None:
             rows = min(rows, max(1, (tuning.length_ticks - tuning.warm_ticks) // (self.arena.block_ticks + self.arena.settle_ticks)))
@@ -125,6 +125,10 @@ class _Exploring:
     def _row_s(self) -> float:
         """What one row takes, with what comes after a switch."""
         return max(self.arena.window_ticks * self.arena.tick_ms / 1000, 0.01)
+
+    @property
+    def _beside_rows(self) -> int:
+        return BESIDE_ROWS if self.arena.tick_ms < SLOW_TICK_MS else 1
 
     @property
     def _fewest_rows(self) -> int:
@@ -180,7 +184,7 @@ class _Exploring:
             space = self.quick
             rows = [NOTHING]
             if space.switched.any():
-                rows += live_rows(space, tuning.fit_of(space), NOTHING, BESIDE_ROWS - 1, self.random)
+                rows += live_rows(space, tuning.fit_of(space), NOTHING, self._beside_rows - 1, self.random)
             beside = [(Member(plain, tuning.live_rows(rows), Seen(), fresh=False), rows)]
         until_s = tuning.first_wave_until_s if self.waves == 1 else tuning.explore_until_s
         found = measure_together(self.arena, asked, until_s, tuning.patience_s, [member for member, _ in beside], ROWS_SHARE)

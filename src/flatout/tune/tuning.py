@@ -145,10 +145,10 @@ class Tuning:
     def replica_s(self) -> float:
         """What it costs to do a step again: some steps are captured, then played, and the network is trained on one of them."""
         step_s = self.arena.tick_ms / 1000
-        captured = STEPS if self.arena.tick_ms <= SLOW_MS else STEPS_OF_A_LARGE_MODEL
+        slow = self.arena.tick_ms > SLOW_MS
         batch = max((loader["batch_size"] or 0 for loader in self.session.scene.get("loaders", ())), default=0)
         share = samples_played(batch, self.arena.tick_ms) / batch if batch else 1.0
-        return captured * step_s + PLAYS * step_s * share + SHARPENING_S
+        return (STEPS_OF_A_LARGE_MODEL if slow else STEPS) * step_s + PLAYS * step_s * share + (0.0 if slow else SHARPENING_S)
 
     @property
     def fit_until_s(self) -> float:
