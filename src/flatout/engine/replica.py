@@ -34,9 +34,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.engine.applier import Applier
+from flatout.engine.batch_slices import sliced
 from flatout.engine.replay import Played, Replay, clone, random_state, set_random_state
 from flatout.engine.rounding import HALF_NUDGE, NUDGE, check, compare, later, same
-from flatout.engine.batch_slices import sliced
 from flatout.measure.clock import seconds
 from flatout.measure.parity import tensors_in
 from flatout.plan.plan import Choice

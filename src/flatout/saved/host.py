@@ -40,7 +40,8 @@ class Away:
 class Offloading:
     """Hooks for saved tensors of ``device_type``: those of at least ``least_bytes`` go to the host; parameters and small ones stay.
 
-    What several operations save, as three projections save their one input, goes there once. ``stream`` is a side stream to copy on; None copies at once, which is what a CPU can do.
+    What several operations save, as three projections save their one input, goes there once.
+    ``stream`` is a side stream to copy on; None copies at once, which is what a CPU can do.
     """
 
     def __init__(self, torch: Any, device_type: str, stream: Any = None, least_bytes: int = LEAST_BYTES) -> None:
@@ -53,7 +54,7 @@ class Offloading:
         parameter = (tensor._base if tensor._base is not None else tensor).is_leaf and tensor.requires_grad
         if tensor.device.type != self.device_type or size < self.least_bytes or parameter or tensor.layout != self.torch.strided:
             return Kept(tensor)
-        from torch.multiprocessing.reductions import StorageWeakRef  # type: ignore[attr-defined]
+        from torch.multiprocessing.reductions import StorageWeakRef
 
         storage = StorageWeakRef(tensor.untyped_storage())
         place = (storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
