@@ -179,6 +179,16 @@ def test_chaos_excuses_nothing_that_is_there_at_once(change):
     assert "start" in names(found, passed=False)
 
 
+def test_a_seed_is_held_against_its_own_shaken_run():
+    """One seed carries rounding a hundred times as far as another; a run of a third seed excuses nothing."""
+    kinks = {**smooth(1e-7), "smooth": False}
+    tuned = [seeds(chaotic(start))[seed] for seed, start in enumerate((3e-7, 3e-5))]
+    plain, shaken = seeds(count=2), seeds(chaotic(1e-7))
+    assert judge(Effect.ROUNDING, plain, tuned, kinks, shaken=shaken[:1]).verdict == "equivalent"
+    assert names(judge(Effect.ROUNDING, plain, tuned, kinks, shaken=shaken[1:2]), passed=False) == {"start"}
+    assert names(judge(Effect.ROUNDING, plain, tuned, kinks, shaken=shaken[2:]), passed=False) == {"start"}
+
+
 # -- half precision -------------------------------------------------------------------------------------------------------
 
 

@@ -194,6 +194,7 @@ def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: 
     In a smooth network they cannot differ by more than the gradient error that the replica has seen; where there are kinks
     (ReLU, max-pooling), or no replica, by a small share of the spread.
     """
+    shaken = [s for s in shaken if any(s.seed == p.seed for p in plain)]
     counts = [sum(step <= START_STEPS for step in p.loss_steps) for p in plain]
     curves = [(p[:n], t[:n]) for n, (p, t) in zip(counts, (_aligned(p, t) for p, t in zip(plain, tuned, strict=True)), strict=True)]
     length = min(len(p) for p, _ in curves)
@@ -226,7 +227,7 @@ def _carried(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], shaken:
     """
     seeds, moved = {p.seed: p for p in plain}, {s.seed for s in shaken}  # a seed may carry rounding a hundred times as fast as another one
     mine = _growth([_aligned(p, t) for p, t in zip(plain, tuned, strict=True) if p.seed in moved], length)
-    rounding = _growth([_aligned(seeds[s.seed], s) for s in shaken if s.seed in seeds], length)
+    rounding = _growth([_aligned(seeds[s.seed], s) for s in shaken], length)
     unit = max((abs(float.fromhex(x)) for p in plain for x in p.losses[:length]), default=1.0)
     ratios = [m / max(r + LOSS_RESOLUTION * unit, TINY) for m, r in zip(mine, rounding, strict=False) if not m <= least]
     worst = max((ratio if ratio == ratio else math.inf for ratio in ratios), default=0.0 if rounding else math.inf)  # not a number: no measure
