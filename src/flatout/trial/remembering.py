@@ -22,6 +22,7 @@ from flatout.trial.listening import Ear
 MARK = "flatout: the recording begins"
 SETTLING_TICKS = 2  # what was taken before the recording is given back in the first ones
 RARE = 0.001  # a rise that chance makes seldomer than this is a trend
+CUDA_BLOCK_BYTES = 512  # kMinBlockSize of torch's CUDACachingAllocator
 LEAST_BYTES = 1024  # a step; less is a number that somebody notes
 LEAST_RESIDENT_BYTES = 2**21  # over all steps; a process breathes
 
@@ -274,7 +275,7 @@ class LeakEar(Recorded):
         if len(self.ends) - 1 in self.looks:
             self.holders.look(len(self.ends))
         if self.scene.device_type == "cuda":
-            self.sizes.append(float(self.torch.cuda.memory_allocated(self.scene.device)))
+            self.sizes.append(float(self.torch.cuda.memory_allocated(self.scene.device) - _blocks(self.around.ours())))
 
     def end(self) -> dict[str, Any]:
         held = self.holders.found([*(tensor for tensors in self.known().values() for tensor in tensors), *self.around.ours()])
@@ -297,6 +298,12 @@ class LeakEar(Recorded):
         if fullest is not None:
             host.holder, host.place = fullest.holder, fullest.place
         return {"leak": leak.to_json(), "host_growth": host.to_json()}
+
+
+def _blocks(tensors: list[Any]) -> int:
+    """Bytes that torch's CUDA allocator has given out for some tensors: the four bytes of a loss take a whole block."""
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cuda"}
+    return sum(-(-size // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES for size in sizes.values())
 
 
 def _bytes(tensors: Any, device_type: str) -> int:

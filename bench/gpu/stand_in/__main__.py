@@ -1,0 +1,32 @@
+"""Runs a command with cards that are not there: ``python bench/gpu/stand_in [--cards 2] [--mib 2048] [--waits FILE] COMMAND...``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from stand_in import CARDS, MIB, environment
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, prog="stand_in")
+    parser.add_argument("--cards", type=int, default=CARDS)
+    parser.add_argument("--mib", type=int, default=MIB, help="memory of each card")
+    parser.add_argument("--waits", type=Path, help="write to this file which line waited for the card, and how often")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    if not args.command:
+        parser.error("which command?")
+    try:
+        values = environment(None, args.cards, args.mib, args.waits)
+    except RuntimeError as error:
+        sys.exit(f"stand_in: {error}")
+    os.execvpe(args.command[0], args.command, values)
+
+
+if __name__ == "__main__":
+    main()

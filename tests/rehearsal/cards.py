@@ -1,0 +1,32 @@
+"""Programs on cards that are not there: the stand-in of bench/gpu, or a reason why it cannot be had here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GPU = Path(__file__).resolve().parents[2] / "bench" / "gpu"
+sys.path.insert(0, str(GPU))
+
+import stand_in
+
+PROGRAMS = GPU / "rehearsal"
+EXAMPLES = GPU / "programs"
+LIMIT_S = 120
+
+
+def on_cards(folder: Path, *command: str, cards: int = 2, mib: int = stand_in.MIB, waits: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``command`` in ``folder``; ``python`` and ``flatout`` are this environment's."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLATOUT_", "PYTEST_", "CUDA_"))}
+    env = stand_in.environment({**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}, cards, mib, waits)
+    whole = {"python": [sys.executable], "flatout": [sys.executable, "-m", "flatout"]}.get(command[0], [command[0]])
+    return subprocess.run([*whole, *command[1:]], cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def needed() -> pytest.MarkDecorator:
+    why = stand_in.missing()
+    return pytest.mark.skipif(why is not None, reason=f"not run: {why}")
