@@ -31,6 +31,7 @@ from guard_tools import (
     with_images,
     with_layer,
     with_optimizer,
+    with_out_of_place,
     with_transform,
     with_weights,
     without_tokens,
@@ -267,7 +268,7 @@ GOOD: tuple[Lever, ...] = (
     OF_SHELF["compile"],
     OF_SHELF["fused_ops"],
     _good("recompute", {"ops": "linear", "share": 1.0}),
-    _good("inplace", True, with_layer("ReLU")),
+    _good("inplace", True, with_out_of_place),
     OF_SHELF["fused_optimizer"],
     _good("fused_optimizer", "foreach", with_optimizer, "foreach_optimizer"),
     lever_of("zero_grad_none", EXACT, zero_grad_none, with_optimizer),
@@ -279,7 +280,7 @@ GOOD: tuple[Lever, ...] = (
 BAD: tuple[Lever, ...] = (
     _bad("gc_pause"),  # one random number taken
     _bad("debug_off"),  # one unit in the last place
-    _bad("cudnn_benchmark"),  # the last parameter's gradient dropped
+    _bad("cudnn_benchmark", with_layer("Conv2d")),  # convolutions with two bits after the point
     _bad("threads"),  # a race on the first parameter
     _bad("tf32"),  # weights of four bits and a sign
     _bad("reduced_precision", lambda scene: "the inputs are integers" if scene.has_layer("Embedding") else ""),  # inputs of three bits
@@ -289,7 +290,7 @@ BAD: tuple[Lever, ...] = (
     _bad("fused_ops", with_layer("Embedding")),  # no gradient from the last rows
     _bad("recompute"),  # what is saved is kept in half of its bits
     _bad("offload"),  # what is saved is read before the last quarter has come back
-    _bad("inplace", with_layer("ReLU")),  # the gradient passes where the activation had cut it off
+    _bad("inplace", with_out_of_place),  # the gradient passes where the activation had cut it off
     _bad("fused_optimizer", with_optimizer),  # learning rate doubled
     _bad("loader", with_images),  # images brighter
     _bad("cached_prefix", with_images),  # the neighbour's samples

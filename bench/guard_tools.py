@@ -35,6 +35,12 @@ def with_layer(*names: str) -> When:
     return lambda scene: "" if scene.has_layer(*names) else f"no layer {names[0]}"
 
 
+def with_out_of_place(scene: Any) -> str:
+    """A ReLU that could be in place, and is not."""
+    found = any(type(m) is scene.torch.nn.ReLU and not m.inplace for root in scene.roots for m in root.modules())
+    return "" if found else "no layer ReLU, or each in place already"
+
+
 def with_weights(count: int) -> When:
     return lambda scene: "" if sum(p.numel() for p in scene.parameters) > count else f"at most {count} parameters"
 

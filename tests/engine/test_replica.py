@@ -169,6 +169,16 @@ def module(name: str, **settings: Any) -> Callable[[Any, Any, Any], Any]:
     return apply
 
 
+def running_statistics_in_bfloat16(scene: Any, value: Any, ledger: Any) -> Any:
+    def rounded(norm: Any, args: Any, output: Any) -> None:
+        for held in (norm.running_mean.data, norm.running_var.data):
+            held.copy_(held.bfloat16())
+
+    for root in scene.roots:
+        ledger.call("forward hook", root.norm.register_forward_hook(rounded).remove)
+    return ledger.restore
+
+
 def skip_every(count: int) -> Callable[[Any, Any, Any], Any]:
     def apply(scene: Any, value: Any, ledger: Any) -> Any:
         for optimizer in scene.optimizers:
@@ -202,6 +212,7 @@ def eight_bits(g: torch.Tensor) -> torch.Tensor:
     (module("drop", p=0.0), "outputs"),
     (module("norm", momentum=0.0), "buffers"),
     (module("norm", momentum=0.2), "buffers"),
+    (running_statistics_in_bfloat16, "buffers"),
     (module("norm", training=False), "outputs"),
 ])
 def test_a_broken_lever_fails_where_it_is_broken(apply: Any, seen_by: str) -> None:

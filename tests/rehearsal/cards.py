@@ -12,17 +12,22 @@ import pytest
 GPU = Path(__file__).resolve().parents[2] / "bench" / "gpu"
 sys.path.insert(0, str(GPU))
 
-import stand_in
+import stand_in  # noqa: E402
 
 PROGRAMS = GPU / "rehearsal"
 EXAMPLES = GPU / "programs"
 LIMIT_S = 120
 
 
-def on_cards(folder: Path, *command: str, cards: int = 2, mib: int = stand_in.MIB, waits: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``command`` in ``folder``; ``python`` and ``flatout`` are this environment's."""
+def surroundings(cards: int = 2, mib: int = stand_in.MIB, waits: Path | None = None, kernel_us: int = 0, **more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLATOUT_", "PYTEST_", "CUDA_"))}
-    env = stand_in.environment({**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}, cards, mib, waits)
+    return stand_in.environment({**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}, cards, mib, waits, kernel_us)
+
+
+def on_cards(folder: Path, *command: str, cards: int = 2, mib: int = stand_in.MIB, waits: Path | None = None,
+             kernel_us: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``command`` in ``folder``; ``python`` and ``flatout`` are this environment's."""
+    env = surroundings(cards, mib, waits, kernel_us, **more)
     whole = {"python": [sys.executable], "flatout": [sys.executable, "-m", "flatout"]}.get(command[0], [command[0]])
     return subprocess.run([*whole, *command[1:]], cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 

@@ -44,17 +44,19 @@ def missing() -> str | None:
     return None
 
 
-def environment(before: Mapping[str, str] | None = None, cards: int = CARDS, mib: int = MIB, waits: Path | None = None) -> dict[str, str]:
+def environment(before: Mapping[str, str] | None = None, cards: int = CARDS, mib: int = MIB, waits: Path | None = None,
+                kernel_us: int = 0) -> dict[str, str]:
     """``before`` (the present environment by default) and what puts ``cards`` cards with ``mib`` MiB each in the place of the machine's.
 
     ``waits``: a file to which each process appends, at its end, how often which line waited for the card (count, call, line; separated by tabs).
+    ``kernel_us``: how long each kernel and copy keeps the card busy, beside the host, which computes them at their launch.
     Raises RuntimeError where the stand-in cannot be compiled.
     """
     folder = built()
     values = dict(os.environ if before is None else before)
     preloads = [*(str(folder / name) for name in PRELOADED), *filter(None, values.get("LD_PRELOAD", "").split(":"))]
     values |= {"LD_PRELOAD": ":".join(preloads), "CUDA_STAND_IN_OPERATORS": str(folder / "operators.so"),
-               "CUDA_STAND_IN_DEVICES": str(cards), "CUDA_STAND_IN_MIB": str(mib)}
+               "CUDA_STAND_IN_DEVICES": str(cards), "CUDA_STAND_IN_MIB": str(mib), "CUDA_STAND_IN_KERNEL_US": str(kernel_us)}
     return values | ({"CUDA_STAND_IN_WAITS": str(waits)} if waits else {})
 
 

@@ -17,12 +17,13 @@ def main() -> None:
     parser.add_argument("--cards", type=int, default=CARDS)
     parser.add_argument("--mib", type=int, default=MIB, help="memory of each card")
     parser.add_argument("--waits", type=Path, help="write to this file which line waited for the card, and how often")
+    parser.add_argument("--kernel-us", type=int, default=0, help="how long each kernel keeps the card busy")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     if not args.command:
         parser.error("which command?")
     try:
-        values = environment(None, args.cards, args.mib, args.waits)
+        values = environment(None, args.cards, args.mib, args.waits, args.kernel_us)
     except RuntimeError as error:
         sys.exit(f"stand_in: {error}")
     os.execvpe(args.command[0], args.command, values)

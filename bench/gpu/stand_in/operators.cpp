@@ -39,7 +39,7 @@ const std::set<std::string> OWN = {
     "aten::set_.source_Tensor", "aten::_local_scalar_dense", "aten::record_stream", "aten::is_pinned", "aten::_pin_memory", "aten::is_set_to",
     "aten::_resize_output_", "aten::_foobar"};
 // Kernels that torch would send to cuDNN or write on other operators; here they are called whole.
-const std::vector<const char*> WHOLE = {"aten::convolution", "aten::convolution_backward", "aten::nan_to_num"};
+const std::vector<const char*> WHOLE = {"aten::convolution", "aten::convolution_backward", "aten::nan_to_num", "aten::ldexp.Tensor", "aten::ldexp.out"};
 // Tensors on the host with more than one element that CUDA's kernels accept.
 const std::set<std::string> TAKES_HOST_TENSORS = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put", "aten::index.Tensor_out",
                                                   "aten::tensor_split.tensor_indices_or_sections"};

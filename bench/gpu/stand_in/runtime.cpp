@@ -13,6 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -26,7 +27,7 @@
 
 namespace {
 
-constexpr double DONE_AFTER_S = 0.002;  // what is asked about with a query is done this long after it was issued
+constexpr double DONE_AFTER_S = 0.002;  // what is asked about with a query is done this long after the card has done it
 
 double now() {
     timespec t;
@@ -57,7 +58,7 @@ struct Stream {
     unsigned flags = 0;
     int priority = 0;
     long issued = 0, done = 0;
-    double last = 0;
+    double clock = 0;  // when the card will have done what was issued
     std::vector<std::pair<Stream*, long>> waits;
     std::shared_ptr<Recording> capture;
     bool origin = false, joined = true;
@@ -128,6 +129,12 @@ const std::vector<int>& cards() {
 
 size_t capacity() { return (size_t)setting("CUDA_STAND_IN_MIB", 2048) << 20; }
 
+// How long each kernel or copy keeps the card busy after its launch. 0: done at once.
+double kernel_s() {
+    static double found = 1e-6 * setting("CUDA_STAND_IN_KERNEL_US", 0);
+    return found;
+}
+
 cudaError_t failed(cudaError_t error) {
     last_error = error;
     return error;
@@ -189,20 +196,23 @@ cudaError_t settle() {
     return result == cudaSuccess ? result : failed(result);
 }
 
-cudaError_t wait_for(Stream* stream, long mark) {
+// The host waits until the card has come to `until`, as far as `mark`.
+cudaError_t wait_for(Stream* stream, long mark, double until) {
+    double rest = until - now();
+    if (rest > 0) usleep((useconds_t)(1e6 * rest));
     std::set<Stream*> seen;
     finish(stream, mark, seen);
     return settle();
 }
 
 bool is_done(Stream* stream, long mark, double at) {
-    if (stream->done < mark && now() - at > DONE_AFTER_S) wait_for(stream, mark);
+    if (stream->done < mark && now() - at > DONE_AFTER_S) wait_for(stream, mark, 0);
     return stream->done >= mark;
 }
 
 void issue(Stream* stream) {
     stream->issued++;
-    stream->last = now();
+    stream->clock = std::max(stream->clock, now()) + kernel_s();
     stream->joined = false;
 }
 
@@ -260,7 +270,7 @@ cudaError_t copy_async(void* to, const void* from, size_t size, Stream* stream) 
     }
     memcpy(to, from, size);
     if (up) pending.push_back({stream, stream->issued, (char*)from, std::vector<char>((char*)from, (char*)from + size), true});
-    return waits ? wait_for(stream, stream->issued) : cudaSuccess;  // pageable memory: the call returns when the copy is made
+    return waits ? wait_for(stream, stream->issued, stream->clock) : cudaSuccess;  // pageable memory: the call returns when the copy is made
 }
 
 cudaError_t unknown_kernel(const void* function) {
@@ -354,9 +364,13 @@ cudaError_t cudaDeviceSynchronize() {
     Stream* stream = stream_of(nullptr);
     if (auto error = forbidden_in_capture(stream)) return error;
 
+    double until = 0;
     for (Stream* other : all_streams())
-        if (other->device == current && !other->capture) other->done = other->issued;
-    return wait_for(stream, stream->issued);
+        if (other->device == current && !other->capture) {
+            other->done = other->issued;
+            until = std::max(until, other->clock);
+        }
+    return wait_for(stream, stream->issued, until);
 }
 
 // ---- memory ----
@@ -440,7 +454,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) 
     if (auto error = forbidden_in_capture(stream)) return error;
     tell("cudaMemcpy");
     copy_async(to, from, size, stream);
-    return wait_for(stream, stream->issued);
+    return wait_for(stream, stream->issued, stream->clock);
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t handle) {
     Held held(lock);
@@ -484,13 +498,13 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     Stream* stream = stream_of(handle);
     if (auto error = forbidden_in_capture(stream)) return error;
     tell("cudaStreamSynchronize");
-    return wait_for(stream, stream->issued);
+    return wait_for(stream, stream->issued, stream->clock);
 }
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
     Held held(lock);
     Stream* stream = stream_of(handle);
     if (auto error = forbidden_in_capture(stream)) return error;
-    return is_done(stream, stream->issued, stream->last) ? cudaSuccess : cudaErrorNotReady;
+    return is_done(stream, stream->issued, stream->clock) ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t which, unsigned) {
     Held held(lock);
@@ -509,6 +523,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t which, unsigned
         return cudaSuccess;
     }
     if (stream->capture) return failed(cudaErrorStreamCaptureIsolation);
+    if (event->stream != stream) stream->clock = std::max(stream->clock, event->at);
     if (event->stream != stream && event->stream->done < event->mark) stream->waits.push_back({event->stream, event->mark});
     if (stream->waits.size() > 256) stream->waits.erase(stream->waits.begin(), stream->waits.begin() + 128);
     return cudaSuccess;
@@ -552,7 +567,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t which, cudaStream_t handle, uns
     if (!stream->capture) stream->issued++;
     event->stream = stream;
     event->mark = stream->issued;
-    event->at = now();
+    event->at = std::max(stream->clock, now());
     event->capture = stream->capture;
     return cudaSuccess;
 }
@@ -562,7 +577,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t which) {
     auto* event = (Event*)which;
     if (event->capture) return failed(cudaErrorCapturedEvent);
     tell("cudaEventSynchronize");
-    return event->stream ? wait_for(event->stream, event->mark) : cudaSuccess;
+    return event->stream ? wait_for(event->stream, event->mark, event->at) : cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t which) {
     Held held(lock);

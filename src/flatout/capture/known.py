@@ -84,7 +84,7 @@ class KnownValues:
             elif function._schema.is_mutable and each.numel() > 1:
                 self._values.pop(each, None)  # what is written into a lone number leaves it as it was: a counter, a flag
             elif each.numel() <= 1 and each.dtype in (torch.int64, torch.int32) and self.of(each) is None:
-                self.set(each, torch.ones(each.shape, dtype=each.dtype))  # now, so that what is made of it fits to it
+                self.set(each, torch.ones(each.shape, dtype=each.dtype, device="cpu"))  # now, so that what is made of it fits to it
             if each.dtype == torch.bool:
                 self._truths[each] = self._truth(function, leaves)
 

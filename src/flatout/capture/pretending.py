@@ -200,7 +200,7 @@ class Pretending:
     def _array(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         with self.really():
             value = self.known.of(tensor)
-            return (value if value is not None else self.torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)).numpy()
+            return (value if value is not None else self.torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")).numpy()
 
     def _formatted(self, tensor: Any, spec: str) -> str:
         return format(tensor.detach().item() if tensor.dim() == 0 else repr(tensor), spec)

@@ -75,7 +75,7 @@ class _Described(tuple):
 
     def zeros(self, torch: Any, samples: int) -> Any:
         shape, has_samples, dtype, last = self
-        made = torch.zeros((samples, *shape) if has_samples else shape, dtype=dtype)
+        made = torch.zeros((samples, *shape) if has_samples else shape, dtype=dtype, device="cpu")
         return made.to(memory_format=torch.channels_last) if last else made
 
 

@@ -251,10 +251,10 @@ def _adam(p: Any, grad: Any, rate: float, moments: list[Any], at: int, torch: An
 
 def shake(parameters: Sequence[Any], share: float, torch: Any) -> None:
     """Move every weight by up to this share of itself, each time by the same draws; the program's random state is not touched."""
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for p in (p for p in parameters if p.is_floating_point()):
-            p.mul_(1 + share * (2 * torch.rand(p.shape, generator=draw) - 1).to(p.device, p.dtype))
+            p.mul_(1 + share * (2 * torch.rand(p.shape, generator=draw, device="cpu") - 1).to(p.device, p.dtype))
 
 
 def needs_closure(optimizer: Any) -> bool:

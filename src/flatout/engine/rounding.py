@@ -31,6 +31,9 @@ HALF_NUDGE = 2.0**-9  # of every weight: bfloat16 rounds by up to this share
 NUDGE = 2.0**-11  # of every weight, to see how the gradient answers
 # A network is smooth where the gradient answers a nudge in proportion to the outputs. Without kinks: 0.7 to 2 times; with them: 11 to 100 times.
 SMOOTH = 5.0
+# What running statistics move by follows from the activations. Sound: its error up to 5.4 times that of the outputs (a CNN, bfloat16);
+# running statistics that are kept in bfloat16: from 9e4 times.
+MOVES = 256.0
 SURE = 10.0  # of what half precision's last place in every weight makes of the gradient. Sound: up to 3.4 times (a GPT, bfloat16)
 USABLE_ANSWER = 0.5
 USABLE_REFERENCE = 1e-2  # float32 further than this from float64: the random draws differed, or the maths is chaotic
@@ -54,7 +57,7 @@ def compare(plain: Played, levers: Played, double: Played, nudged: Played, torch
     clipping = max((abs(x - y) / y for x, y in zip(levers.clipped, plain.clipped, strict=True) if y), default=0.0)
     checks.append(check("clipping", clipping, FLOOR, f"clip_grad_norm_ leaves gradients {clipping:.2g} (relative) from those that it leaves in the plain step"))
     if all(any(bool((move != 0).any()) for move in moves) for moves in plain.moves):
-        checks.append(_buffers(plain, levers, double, share, torch))
+        checks.append(_buffers(plain, levers, double, max(HALF_UNIT, MOVES * error), share, torch))
     answer = max((_of_spread(a, b) for a, b in zip(nudged.outputs[0], plain.outputs[0], strict=True)), default=0.0)
     smooth = relative_distance(nudged.gradients[0], plain.gradients[0], torch) <= SMOOTH * answer
     return {"checks": checks, "noise": noise, "smooth": smooth}
@@ -159,9 +162,9 @@ def _updates(plain: Played, levers: Played, double: Played, torch: Any) -> dict[
     return check("update", worst[1], worst[2], f"from the same gradients the optimizer makes an update {worst[1]:.2g} (relative) from that of {_name(double)}")
 
 
-def _buffers(plain: Played, levers: Played, double: Played, share: float, torch: Any) -> dict[str, Any]:
+def _buffers(plain: Played, levers: Played, double: Played, cap: float, share: float, torch: Any) -> dict[str, Any]:
     error = max(relative_distance(x, y, torch) for x, y in zip(levers.moves, plain.moves, strict=True))
-    cap = NOISE_CAP * _noise(plain.moves, torch) * math.sqrt(share)
+    cap = min(cap, NOISE_CAP * _noise(plain.moves, torch) * math.sqrt(share))
     own = relative_distance(plain.moves[0], double.moves[0], torch) if double.moves else None
     limit = max(FLOOR, cap if own is None else min(cap, max(HALF_UNIT, HALF_OF_FLOAT32 * own)))
     return check("buffers", error, limit, f"running statistics moved {error:.2g} (relative) from where the plain step moved them")

@@ -50,5 +50,5 @@ def distance(got: torch.Tensor, expected: torch.Tensor, terms: int, ulps: float,
     share = torch.where(same, 0.0, (ours - expected).abs() / (allowed + SMALLEST[got.dtype]))
     share = torch.where(share.isnan(), math.inf, share)
     at = int(share.argmax())
-    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), share.shape)) if share.dim() else ()
+    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(at, device="cpu"), share.shape)) if share.dim() else ()
     return Distance(float(share.flatten()[at]), where, float(ours.flatten()[at]), float(expected.flatten()[at]))

@@ -39,9 +39,15 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
-    """Drops the gradient of the last parameter."""
-    hook = scene.parameters[-1].register_hook(lambda grad: grad * 0)
-    ledger.call("gradient hook", hook.remove)
+    """An algorithm that computes convolutions with two bits after the point."""
+    torch = scene.torch
+    plain = torch.nn.functional.conv2d
+
+    def conv2d(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        return result + (result.detach().to(torch.float8_e5m2).to(result.dtype) - result.detach())
+
+    ledger.set(torch.nn.functional, "conv2d", conv2d)
     return ledger.restore
 
 

@@ -25,7 +25,7 @@ class Watch:
         if not self.waits:
             return None if math.isfinite(loss.item()) else index
         if self._cuda:
-            copy = self.torch.empty((), dtype=loss.dtype, pin_memory=True)
+            copy = self.torch.empty((), dtype=loss.dtype, device="cpu", pin_memory=True)
             copy.copy_(loss.detach(), non_blocking=True)
             event = self.torch.cuda.Event()
             event.record(self.torch.cuda.current_stream(loss.device))

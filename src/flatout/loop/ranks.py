@@ -100,7 +100,7 @@ class Ranks:
 
     def updated(self, error: BaseException | None) -> None:
         """Tell the others how the optimizer's step went. Nobody waits, but for a rank that fails: its words must arrive."""
-        number = self.torch.tensor([FINE if error is None else ENDED])
+        number = self.torch.tensor([FINE if error is None else ENDED], device="cpu")
         distributed = self.torch.distributed
         self._told = self._exchanged(lambda: distributed.all_reduce(number, distributed.ReduceOp.MAX, group=self._group, async_op=True)), number
         if error is not None:
@@ -162,7 +162,7 @@ def exchanged(exchange: Callable[[], Any], otherwise: str) -> Any:
 
 def largest(torch: Any, group: Any, values: Sequence[Any], dtype: Any = None) -> list[Any]:
     """Of each of these numbers over a group on the CPU. Raises RuntimeError where one of them has gone."""
-    numbers = torch.tensor(values, dtype=dtype)
+    numbers = torch.tensor(values, dtype=dtype, device="cpu")
     torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=group)
     found: list[Any] = numbers.tolist()
     return found
@@ -172,7 +172,7 @@ def told_by_all(torch: Any, group: Any, ranks: int, what: Any) -> list[Any]:
     """What each rank of a group on the CPU tells at this place. As JSON: torch's own way for objects is a pickle, which runs what it is sent. Raises
     RuntimeError where one of them has gone."""
     data = json.dumps(what).encode()
-    longest = torch.tensor(len(data))
+    longest = torch.tensor(len(data), device="cpu")
     torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX, group=group)
     mine = torch.frombuffer(bytearray(data.ljust(int(longest))), dtype=torch.uint8)
     all_of_them = [torch.empty_like(mine) for _ in range(ranks)]

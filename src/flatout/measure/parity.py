@@ -44,13 +44,13 @@ def batch_statistics(thing: Any, torch: Any) -> list[list[float]]:
         x = tensor[:STATISTICS_SAMPLES].detach().float().cpu()
         width, height = x.shape[-1], x.shape[-2] if x.dim() > 2 else 1
         flat = x.reshape(len(x), -1)
-        features = [flat.mean(1), flat.std(1) if flat.shape[1] > 1 else torch.zeros(len(flat))]
+        features = [flat.mean(1), flat.std(1) if flat.shape[1] > 1 else flat.new_zeros(len(flat))]
         halves = x[..., : width // 2].reshape(len(x), -1).mean(1) - x[..., (width + 1) // 2:].reshape(len(x), -1).mean(1)
-        features.append(halves if width > 1 else torch.zeros(len(x)))
+        features.append(halves if width > 1 else flat.new_zeros(len(x)))
         if height > 1:
             features.append(x[..., : height // 2, :].reshape(len(x), -1).mean(1) - x[..., (height + 1) // 2:, :].reshape(len(x), -1).mean(1))
         else:
-            features.append(torch.zeros(len(x)))
+            features.append(flat.new_zeros(len(x)))
         return [[float(v) for v in row] for row in torch.stack(features, 1).tolist()]
     return []
 

@@ -52,7 +52,7 @@ class Lane:
         """A copy of a device tensor, begun on the lane: valid once the lane's mark has been waited for."""
         if self._stream is None:
             return tensor.clone()
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class Twins:

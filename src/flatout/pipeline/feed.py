@@ -143,6 +143,9 @@ class Feed:
         return self.keep if not self.keeps_nothing else None
 
     def _read(self) -> None:
+        default = torch.get_default_device()
+        if default.type != "cpu":
+            raise Unknown(f"tensors are made on {default} by default (torch.set_default_device), and random numbers of the data set may be drawn there")
         before = self.following
         if self.samples is not None and self.samples.contents is not None and self.samples.contents.changed(thoroughly=True):
             self._keep_nothing(CHANGED)

@@ -51,7 +51,7 @@ def proved_store(copy: Any, fetched: Callable[[int], Any], keep: Keep, shared: b
         again = fetched(index)
         if not same_states(before, states(own)):
             raise Unknown("fetching a sample draws random numbers")
-        torch.rand(1)  # another state of the generators each time
+        torch.rand(1, device="cpu")  # another state of the generators each time
         before = states(own)
         if index < store.rows:
             store.put([index], [sample])

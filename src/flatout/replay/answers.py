@@ -147,7 +147,7 @@ class Skeletons:
         rows, steps = counts[0], max(len(counts), longest)
         size = (*((rows, steps) if batch_first else (steps, rows)), *packed.shape[1:])
         found = whole(size, packed.dtype, packed.device)
-        lengths = torch.tensor([sum(count > row for count in counts) for row in range(rows)])
+        lengths = torch.tensor([sum(count > row for count in counts) for row in range(rows)], device="cpu")
         return self.lineage.comes_from(found, (packed,)), lengths
 
     def _data_set(self, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -244,7 +244,7 @@ class Hearing:
             if tape.going and tape.began:
                 sizes = tape.take(at)
                 packed = whole((sum(sizes), *padded.shape[2:]), padded.dtype, padded.device)
-                return self.comes_from(packed, (padded,)), torch.tensor(sizes)
+                return self.comes_from(packed, (padded,)), torch.tensor(sizes, device="cpu")
             with tape.unheard:
                 found = really(padded, lengths, *args)
                 sizes = found[1].tolist()

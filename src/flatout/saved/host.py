@@ -19,8 +19,8 @@ class Away:
     def __init__(self, torch: Any, tensor: Any, stream: Any) -> None:
         self.device, self.stride, self.event = tensor.device, tensor.stride(), None
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        self.copy = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, pin_memory=stream is not None) if whole else \
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=stream is not None)
+        self.copy = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device="cpu", pin_memory=stream is not None) if whole else \
+            torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=stream is not None)
         if stream is None:
             self.copy.copy_(tensor)
             return

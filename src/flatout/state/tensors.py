@@ -97,4 +97,4 @@ def _empty(torch: Any, told: dict[str, Any], at: int, most_bytes: int) -> Any:
         raise ValueError("sizes that are none")
     if start != at or end > most_bytes or end - start != prod(shape) * dtype.itemsize:
         raise ValueError("tensors that do not lie one behind the other")
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")

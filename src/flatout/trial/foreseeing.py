@@ -123,7 +123,7 @@ class Foreseer(Worker):
             value = tensor.detach()
             if self.pretended.known.worth_keeping(value):
                 if dimension is not None and wanted != samples:
-                    value = value.index_select(dimension, torch.arange(wanted) % samples)
+                    value = value.index_select(dimension, torch.arange(wanted, device="cpu") % samples)
                 self.pretended.known.set(made, value.clone())
         return made
 

@@ -95,7 +95,7 @@ class NoiseEar(Ear):
         for parameter, before in zip(self.parameters, self.before, strict=True):
             now = parameter.grad
             if now is None:
-                parts.append(self.torch.zeros(parameter.numel()))
+                parts.append(self.torch.zeros(parameter.numel(), device="cpu"))
                 continue
             added = now.detach() if before is None else now.detach() - before
             added = added.to_dense() if added.layout != self.torch.strided else added
@@ -146,7 +146,7 @@ class NoiseEar(Ear):
             raise CannotHear(f"gradients of {sum(self.counts)} whole batches of one size were heard in {self.ticks} steps{lost}; "
                              f"{FEWEST_GROUPS * self.a_group} are the fewest")
         sums = [self.sums[at].div_(self.a_group) for at in full]
-        products = self.torch.zeros(len(sums), len(sums), dtype=self.torch.float64)
+        products = self.torch.zeros(len(sums), len(sums), dtype=self.torch.float64, device="cpu")
         for start in range(0, sums[0].numel(), COLUMNS):
             columns = self.torch.stack([each[start:start + COLUMNS] for each in sums]).double()
             products += columns @ columns.T

@@ -51,7 +51,7 @@ def forward(parameters: list[Tensor], gradients: list[Tensor], means: list[Tenso
         if not rows:
             continue
         device = members[0][0].device
-        table = torch.tensor(rows, dtype=torch.int64)
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu")
         table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
         if way == "triton":
             from flatout.kernels.adamw import in_triton

@@ -1,0 +1,112 @@
+"""Programs that train on a card give the same lines under flatout: with no plan, with levers, after an interruption. The cards are a stand-in."""
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cards import EXAMPLES, LIMIT_S, PROGRAMS, needed, on_cards, surroundings
+
+pytestmark = needed()
+HERE = Path(__file__).parent
+SOURCE = HERE.parents[1] / "src"
+
+SMALL_RESNET = [str(EXAMPLES / "tutorial.py"), "--images", "96", "--batch-size", "32", "--epochs", "2"]
+SMALL_GPT = [str(EXAMPLES / "gpt.py"), *"--context 32 --vocabulary 101 --width 32 --heads 2 --layers 2 --tokens 4000 --epochs 1".split()]  # noqa: SIM905
+RUNS = {
+    "resnet": SMALL_RESNET,
+    "gpt": SMALL_GPT,
+    "gan": [str(PROGRAMS / "gan.py"), "--epochs", "30"],
+    "second card": [str(PROGRAMS / "gan.py"), "--epochs", "30", "--device", "cuda:1"],
+    "closure": [str(PROGRAMS / "closure.py"), "--epochs", "6"],
+    "default device": [str(PROGRAMS / "default_device.py"), "--epochs", "3", "--device", "cuda:1"],
+    "lightning": [str(PROGRAMS / "lightning_trainer.py"), "--epochs", "2"],
+    "hugging face": [str(PROGRAMS / "hf_trainer.py"), "--epochs", "1"],
+}
+OF_TRAINERS = {"lightning": "lightning", "hugging face": "transformers"}
+MISSING = {name for name, package in OF_TRAINERS.items() if importlib.util.find_spec(package) is None}
+ONE_CARD = {"hugging face": 1}  # it would spread itself over both through NCCL, which has no stand-in
+# What wraps torch's functions, and what makes batches itself, where tensors are made on the card by default.
+ATTACHED = {"default device": ["--resume", "--with", "resident_data", "--with", "loader={workers=1,pin=true}"]}
+EXACT = ["loader={workers=1,pin=true}", "resident_data", "gc_pause", "allocator", "offload", "recompute"]
+
+
+def lines(done):
+    assert done.returncode == 0, done.stderr[-3000:]
+    return told(done.stdout)
+
+
+def told(text):
+    return [line for line in text.splitlines() if re.match(r"(epoch|step) \d", line)]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """What each program prints without flatout."""
+    folder, found = tmp_path_factory.mktemp("plain"), {}
+    for names in ([name for name in RUNS if name not in ONE_CARD | dict.fromkeys(MISSING)], [name for name in ONE_CARD if name not in MISSING]):
+        argv = [part for name in names for part in ("+", *RUNS[name])][1:]
+        done = on_cards(folder, "python", str(HERE / "several.py"), *argv, cards=ONE_CARD.get(names[0], 2))
+        assert done.returncode == 0, done.stderr
+        found |= {name: told(part) for name, part in zip(names, re.split(r"^== \d+$", done.stdout, flags=re.M)[1:], strict=True)}
+    assert all(found.values())
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "gan"])
+def test_attaching_changes_no_line(name, plain, tmp_path):
+    if name in MISSING:
+        pytest.skip(f"not run: {OF_TRAINERS[name]} is not installed")
+    attached = on_cards(tmp_path, "flatout", "run", *ATTACHED.get(name, ["--plan", "none"]), "python", *RUNS[name], cards=ONE_CARD.get(name, 2))
+    assert lines(attached) == plain[name]
+
+
+def test_attaching_adds_no_wait(plain, tmp_path):
+    """The program waits for its own reads, and flatout for nothing."""
+    attached = on_cards(tmp_path, "flatout", "run", "--plan", "none", "python", *RUNS["gan"], waits=tmp_path / "waits")
+    assert lines(attached) == plain["gan"]
+    waited = {line.split("\t")[2]: int(line.split("\t")[0]) for line in (tmp_path / "waits").read_text().splitlines()}
+    assert max(waited.values()) == 30 * 16 * 2  # epochs, steps, losses
+    assert not [line for line in waited if str(SOURCE) in line]
+
+
+def test_exact_levers_change_no_line(plain, tmp_path):
+    chosen = [part for lever in EXACT for part in ("--with", lever)]
+    done = on_cards(tmp_path, "flatout", "run", *chosen, "python", *RUNS["resnet"])
+    assert lines(done) == plain["resnet"]
+    for lever in ("resident_data", "gc_pause", "allocator", "offload", "recompute"):
+        assert re.search(rf"applied[^;]*\b{lever}\b", done.stderr), done.stderr
+
+
+def test_the_loop_tries_levers_on_the_second_card(tmp_path):
+    tried = on_cards(tmp_path, "python", str(PROGRAMS / "loop.py"), "--steps", "2500", "--device", "cuda:1", "--plan", "auto", "--micro-batch", "auto")
+    assert len(lines(tried)) == 250
+    assert "raised" not in tried.stderr
+
+
+@pytest.mark.parametrize("name", ["second card", "closure"])
+def test_an_interrupted_run_goes_on_to_the_same_lines(name, plain, tmp_path):
+    command = ["run", "--plan", "none", "--resume", "python", *RUNS[name]]
+    first = subprocess.Popen([sys.executable, "-m", "flatout", *command], cwd=tmp_path, env=surroundings(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, text=True)
+    said = []
+    for line in first.stdout:
+        said.append(line.rstrip("\n"))
+        if len(said) == 3:
+            first.send_signal(signal.SIGTERM)
+    why = first.stderr.read()
+    assert first.wait(LIMIT_S) == -signal.SIGTERM, why
+    again = on_cards(tmp_path, "flatout", *command)
+    assert "going on exactly after step" in again.stderr, again.stderr
+    assert said + lines(again) == plain[name]
+
+
+def test_a_program_that_does_not_fit_says_so_in_torchs_words(tmp_path):
+    done = on_cards(tmp_path, "flatout", "run", "--plan", "none", "python", *SMALL_RESNET, mib=64)
+    assert done.returncode == 1
+    assert "torch.OutOfMemoryError: CUDA out of memory" in done.stderr
+    assert os.linesep + "flatout" in done.stderr  # and what mends it
