@@ -70,6 +70,7 @@ THEMES = (
     ("guard", "python bench/guard.py", "False accepts and false rejects of the guard"),
     ("explain", "python bench/explain.py", "Failures really provoked: explained live and from their text, mends tried; recorded ones of what needs a GPU"),
     ("kernels", "python bench/kernels.py", "Each kernel against its reference, torch.compile and the device's own roofline"),
+    ("runs_gpu", "python bench/gpu/runs.py", "Whether it runs at all on a GPU: programs as they are, attached, under levers, interrupted, profiled, tuned"),
     ("kernels_gpu", "python bench/gpu/kernels.py", "The kernels on a GPU: bandwidth, memory, time, beside torch and Liger-Kernel"),
     ("memory", "python bench/memory.py", "What saves memory and what it costs: activations computed again, accumulation in the Loop"),
     ("memory_gpu", "python bench/gpu/memory.py", "Frontier of recompute and batch size, out of memory for real, the batch finder beside a sweep: a 124M GPT"),
@@ -80,7 +81,7 @@ THEMES = (
     ("tutorial", "python bench/gpu/tutorial.py", "ResNet-18 at 32x32: the tutorial, the informed one-liners, flatout"),
     ("gpt", "python bench/gpu/gpt.py", "GPT-2 124M in plain float32: as it is, the informed one-liners, flatout"),
 )
-NEEDS_GPU = {"kernels_gpu", "memory_gpu", "ranks_gpu", "again_gpu", "trust_gpu", "diagnosis_gpu", "tutorial", "gpt"}
+NEEDS_GPU = {"runs_gpu", "kernels_gpu", "memory_gpu", "ranks_gpu", "again_gpu", "trust_gpu", "diagnosis_gpu", "tutorial", "gpt"}
 COLUMNS_OF_INDEX = ("theme", "question", "device", "date", "page", "made by")
 
 

@@ -114,6 +114,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=5, help="of each training (default 5)")
     for hidden, kind in (("--child", str), ("--to", Path), ("--steps", int)):
         parser.add_argument(hidden, type=kind, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=None, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
     if args.child is not None:
         child(args.child, args.steps, args.to, args.smoke)
@@ -125,7 +126,7 @@ def main() -> int:
                          "--smoke runs the same code in a tiny size on the CPU.\n")
         return NO_GPU
     theme, begun, found = "again_gpu" if torch.cuda.is_available() else "again_gpu_smoke", stamp(), dict[str, Any](killed=[])
-    out = Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS
+    out = args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS)
     with tempfile.TemporaryDirectory() as name:
         for kind, steps in (("tutorial", 40 if args.smoke else 400), ("gpt", 60 if args.smoke else 300)):
             place = Path(name) / kind

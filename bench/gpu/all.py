@@ -1,0 +1,157 @@
+"""Everything that waits for a GPU, in the order of its worth: `python bench/gpu/all.py`.
+
+Each row is a process with a time limit of its own. Its output and its state are on disk when it ends, in --folder; a row that fails says why, and the
+rest goes on. Started again, it goes on with the rows that are missing. Results go where each benchmark writes them: bench/results, or --out.
+
+    python bench/gpu/all.py --list            the rows and their limits
+    python bench/gpu/all.py --minutes 9       what fits into nine minutes; the next start goes on
+    python bench/gpu/all.py --only tutorial   some of them, again
+    python bench/gpu/all.py --rehearse        all of them in small, on the stand-in for a card (bench/gpu/stand_in)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+DONE, FAILED, LATE = "done", "failed", "cut off"
+GRACE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """``small``: what makes it short enough for a rehearsal."""
+
+    name: str
+    limit_s: int
+    script: str
+    arguments: tuple[str, ...] = ()
+    small: tuple[str, ...] = ("--smoke",)
+    what: str = ""
+
+
+ROWS = (
+    Row("runs", 150, "runs.py", what="does it run at all: programs with and without flatout, their levers, a profile, a search"),
+    Row("tutorial", 330, "tutorial.py", ("--budget", "120s", "--limit", "5m20s", "--sets", "2"), what="ResNet-18 of the tutorial: plain, one-liners, flatout"),
+    Row("gpt", 330, "gpt.py", ("--budget", "120s", "--limit", "5m20s", "--sets", "2"), what="GPT-2 124M: plain, one-liners, flatout"),
+    Row("kernels", 90, "kernels.py", small=(), what="the kernels beside torch's own"),
+    Row("diagnosis", 140, "diagnosis.py", ("--budget", "30s"), what="profiles beside the truth"),
+    Row("memory", 150, "memory.py", ("--limit-s", "120"), what="out of memory, micro-batches, recomputation"),
+    Row("trust", 130, "trust.py", ("--kills", "2", "--seconds", "40"), what="saves: killed and gone on with"),
+    Row("again", 110, "again.py", ("--kills", "2"), what="exact resume of plain scripts"),
+    Row("ranks", 70, "ranks.py", what="ranks that share the card"),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the rows and their limits")
+    parser.add_argument("--minutes", type=float, default=None, help="begin no row that may not end within so many minutes")
+    parser.add_argument("--only", default=None, help="these rows, separated by commas, also where they are done")
+    parser.add_argument("--rehearse", action="store_true", help="in small, on the stand-in for a card")
+    parser.add_argument("--folder", type=Path, default=None, help="states and outputs of the rows (default .flatout/gpu)")
+    parser.add_argument("--out", type=Path, default=None, help="results go to this folder instead of bench/results")
+    parser.add_argument("--archive", type=Path, default=None, help="after each row, write folder and results into this .tar.gz")
+    args = parser.parse_args()
+    if args.list:
+        for row in ROWS:
+            print(f"{row.name:10} {row.limit_s:4d} s  {row.what}")
+        print(f"{'together':10} {sum(row.limit_s for row in ROWS):4d} s")
+        return 0
+    rows = ROWS if args.only is None else tuple(row for row in ROWS if row.name in args.only.split(","))
+    if args.only is not None and len(rows) != len(set(args.only.split(","))):
+        parser.error(f"the rows are {', '.join(row.name for row in ROWS)}")
+    folder = args.folder or ROOT / ".flatout" / ("gpu-rehearsal" if args.rehearse else "gpu")
+    folder.mkdir(parents=True, exist_ok=True)
+    out = args.out or (folder / "results" if args.rehearse else None)
+    end = time.monotonic() + 60 * args.minutes if args.minutes is not None else None
+    left_out = []
+    for row in rows:
+        known = state_of(folder, row)
+        if known.get("state") == DONE and args.only is None:
+            print(f"{row.name}: done before, {known['seconds']} s", flush=True)
+            continue
+        if end is not None and time.monotonic() + row.limit_s > end:
+            left_out.append(row.name)
+            continue
+        state = run(row, folder, out, args.rehearse)
+        print(f"{row.name}: {state['state']}, {state['seconds']} s{': ' + state['why'] if state['why'] else ''}", flush=True)
+        if args.archive:
+            archive(args.archive, folder, out or ROOT / "bench" / "results")
+    if left_out:
+        print(f"no time for {', '.join(left_out)}: start it again", flush=True)
+    return 1 if left_out or any(state_of(folder, row).get("state") != DONE for row in rows) else 0
+
+
+def state_of(folder: Path, row: Row) -> dict:
+    try:
+        return dict(json.loads((folder / f"{row.name}.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def run(row: Row, folder: Path, out: Path | None, rehearse: bool) -> dict:
+    """Runs a row and writes down how it ended. Its output stands in NAME.log, and grows while it runs."""
+    command = [sys.executable, "-u", str(HERE / row.script), *(row.small if rehearse else row.arguments)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    if rehearse:
+        from stand_in import environment as with_card
+
+        environment = with_card(environment, cards=1, mib=4096)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        command += ["--out", str(out)]
+    log, start = folder / f"{row.name}.log", time.monotonic()
+    state, why = DONE, ""
+    with log.open("w") as output:
+        child = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            if child.wait(row.limit_s):
+                state, why = FAILED, last_line(log) or f"exit code {child.returncode}"
+        except subprocess.TimeoutExpired:
+            state, why = LATE, f"it took longer than {row.limit_s} s"
+        finally:
+            stop(child)
+    found = {"state": state, "why": why, "seconds": round(time.monotonic() - start), "command": command}
+    (folder / f"{row.name}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return found
+
+
+def stop(child: subprocess.Popen) -> None:
+    """The row's whole process group: first asked, then killed."""
+    for number, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+        try:
+            os.killpg(child.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            child.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def archive(target: Path, *folders: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(target, "w:gz") as packed:
+        for folder in folders:
+            packed.add(folder, arcname=folder.name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
