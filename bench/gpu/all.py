@@ -12,6 +12,7 @@ rest goes on. Started again, it goes on with the rows that are missing. Results 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 DONE, FAILED, LATE = "done", "failed", "cut off"
 GRACE_S = 10.0
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,14 @@ class Row:
     what: str = ""
 
 
+SEARCH = ("--budget", "120s", "--limit", "5m20s", "--sets", "2")
+SMALL_SEARCH = ("--smoke", "--budget", "10s", "--rounds", "2")
 ROWS = (
     Row("runs", 150, "runs.py", what="does it run at all: programs with and without flatout, their levers, a profile, a search"),
-    Row("tutorial", 330, "tutorial.py", ("--budget", "120s", "--limit", "5m20s", "--sets", "2"), what="ResNet-18 of the tutorial: plain, one-liners, flatout"),
-    Row("gpt", 330, "gpt.py", ("--budget", "120s", "--limit", "5m20s", "--sets", "2"), what="GPT-2 124M: plain, one-liners, flatout"),
-    Row("kernels", 90, "kernels.py", small=(), what="the kernels beside torch's own"),
-    Row("diagnosis", 140, "diagnosis.py", ("--budget", "30s"), what="profiles beside the truth"),
+    Row("tutorial", 330, "tutorial.py", SEARCH, SMALL_SEARCH, what="ResNet-18 of the tutorial: plain, one-liners, flatout"),
+    Row("gpt", 330, "gpt.py", SEARCH, SMALL_SEARCH, what="GPT-2 124M: plain, one-liners, flatout"),
+    Row("kernels", 90, "kernels.py", small=("--smoke", "--kernels", "layer_norm", "--case", "second column"), what="the kernels beside torch's own"),
+    Row("diagnosis", 140, "diagnosis.py", ("--budget", "30s"), ("--smoke", "--budget", "6s"), what="profiles beside the truth"),
     Row("memory", 150, "memory.py", ("--limit-s", "120"), what="out of memory, micro-batches, recomputation"),
     Row("trust", 130, "trust.py", ("--kills", "2", "--seconds", "40"), what="saves: killed and gone on with"),
     Row("again", 110, "again.py", ("--kills", "2"), what="exact resume of plain scripts"),
@@ -115,7 +119,8 @@ def run(row: Row, folder: Path, out: Path | None, rehearse: bool) -> dict:
     log, start = folder / f"{row.name}.log", time.monotonic()
     state, why = DONE, ""
     with log.open("w") as output:
-        child = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        child = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                                 preexec_fn=ends_with_parent)
         try:
             if child.wait(row.limit_s):
                 state, why = FAILED, last_line(log) or f"exit code {child.returncode}"
@@ -126,6 +131,10 @@ def run(row: Row, folder: Path, out: Path | None, rehearse: bool) -> dict:
     found = {"state": state, "why": why, "seconds": round(time.monotonic() - start), "command": command}
     (folder / f"{row.name}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     return found
+
+
+def ends_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def stop(child: subprocess.Popen) -> None:

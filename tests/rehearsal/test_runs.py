@@ -102,6 +102,7 @@ def test_an_interrupted_run_goes_on_to_the_same_lines(name, plain, tmp_path):
     assert first.wait(LIMIT_S) == -signal.SIGTERM, why
     again = on_cards(tmp_path, "flatout", *command)
     assert "going on exactly after step" in again.stderr, again.stderr
+    assert "cannot be followed" not in again.stderr
     assert said + lines(again) == plain[name]
 
 

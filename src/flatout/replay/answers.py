@@ -58,6 +58,7 @@ class Skeletons:
         self._special: dict[str, Callable[..., Any]] = {
             "backward": self._backward, "requires_grad": self._requires_grad, "grad_fn": self._grad_fn, "retain_grad": lambda tensor: None,
             "requires_grad_": self._requires_grad_, "to": self._to, "type": self._to, "__iter__": lambda tensor: iter(tensor.unbind(0)),
+            "pin_memory": lambda tensor, device=None: Skeleton(meta_of(tensor)),  # a fake tensor refuses it
             "register_hook": self._hook, "tensor": self._from_values, "as_tensor": self._from_values,
             "is_leaf": lambda tensor: tensor.is_leaf if type(tensor) is not Skeleton else not tensor.sources}
 

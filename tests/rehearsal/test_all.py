@@ -1,0 +1,86 @@
+"""The one command for a GPU: rows that fail, take too long or are done already; killed and started again."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ALL = Path(__file__).resolve().parents[2] / "bench" / "gpu" / "all.py"
+FIRST = "import pathlib; pathlib.Path('{0}/first').open('a').write('x'); print('fine')"
+SECOND = "import sys; print('almost'); sys.exit('the card has gone')"
+THIRD = "import time; print('begun', flush=True); time.sleep(600)"
+LAST = "import pathlib; pathlib.Path('{0}/last').open('a').write('x')"
+# The rows of the real command are replaced by these, and nothing else of it.
+RUN = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("all_rows", {path!r})
+rows = importlib.util.module_from_spec(spec)
+sys.modules["all_rows"] = rows
+spec.loader.exec_module(rows)
+rows.ROWS = tuple(rows.Row(name, limit, {folder!r} + "/" + name + ".py") for name, limit in {limits!r})
+rows.GRACE_S = 1.0
+sys.exit(rows.main())
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    for name, text in (("one", FIRST), ("two", SECOND), ("three", THIRD), ("four", LAST)):
+        (tmp_path / f"{name}.py").write_text(text.format(tmp_path))
+
+    def made(*arguments, three_s=2):
+        limits = [("one", 60), ("two", 60), ("three", three_s), ("four", 60)]
+        text = RUN.format(path=str(ALL), folder=str(tmp_path), limits=limits)
+        return [sys.executable, "-c", text, "--folder", str(tmp_path / "states"), *arguments]
+
+    return made
+
+
+def state(folder, name):
+    return json.loads((folder / "states" / f"{name}.json").read_text())
+
+
+def ran(command, folder):
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_row_that_fails_or_takes_too_long_says_so_and_the_rest_goes_on(command, tmp_path):
+    done = ran(command(), tmp_path)
+    assert done.returncode == 1
+    assert [state(tmp_path, name)["state"] for name in ("one", "two", "three", "four")] == ["done", "failed", "cut off", "done"]
+    assert "two: failed, 0 s: the card has gone" in done.stdout
+    assert (tmp_path / "states" / "three.log").read_text() == "begun\n"
+
+
+def test_started_again_it_goes_on_with_what_is_missing(command, tmp_path):
+    first = subprocess.Popen(command(three_s=600), cwd=tmp_path, stdout=subprocess.DEVNULL)
+    log = tmp_path / "states" / "three.log"
+    end = time.monotonic() + 30
+    while not (log.exists() and log.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    again = ran(command("--archive", str(tmp_path / "all.tar.gz"), "--out", str(tmp_path / "out")), tmp_path)
+    assert "one: done before" in again.stdout
+    assert (tmp_path / "first").read_text() == "x"
+    assert (tmp_path / "last").read_text() == "x"
+    assert (tmp_path / "all.tar.gz").stat().st_size > 0
+
+
+def test_no_row_begins_that_may_not_end_in_time(command, tmp_path):
+    done = ran(command("--minutes", "1.02", three_s=600), tmp_path)
+    assert "no time for three" in done.stdout
+    assert (tmp_path / "first").exists()
+    assert not (tmp_path / "states" / "three.log").exists()
+
+
+def test_the_list_and_names_that_are_not_in_it():
+    listed = subprocess.run([sys.executable, str(ALL), "--list"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert listed.splitlines()[0].startswith("runs")
+    assert float(listed.split()[-2]) <= 1500
+    assert "the rows are runs, tutorial" in subprocess.run([sys.executable, str(ALL), "--only", "nothing"], capture_output=True, text=True, timeout=60).stderr
