@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +68,7 @@ def in_script(*words: str) -> When:
     """The program's own file has one of these words."""
     def when(scene: Any) -> str:
         text = Path(getattr(sys.modules["__main__"], "__file__", "") or sys.argv[0]).read_text(encoding="utf-8")
-        return "" if any(word in text for word in words) else f"the program has no {words[0]}"
+        return "" if any(re.search(rf"\b{word}\b", text) for word in words) else f"the program has no {words[0]}"
     return when
 
 

@@ -105,6 +105,8 @@ def test_what_could_not_be_seen_is_no_verdict(recorded):
     session = recorded("session")
     session.speedup, session.undecided, session.obstacle = None, True, "there was no time to measure a lever; give --budget 3m"
     assert story.headline(session) == "No verdict is possible now"
+    session.message = "no verdict is possible now: one pair confirms nothing"
+    assert story.message(session) == "One pair confirms nothing."
 
 
 @pytest.mark.parametrize(("status", "low", "says"), [("applied", 1.1, "faster, beside the others"), ("applied", 0.98, "probably faster, beside the others"),

@@ -90,7 +90,6 @@ def install(path: str) -> None:
 def _call_entry(job: dict[str, Any], torch: ModuleType) -> None:
     if job.get("seed") is not None:
         torch.manual_seed(job["seed"])
-    importlib.import_module("torch.utils._device")._device_constructors()  # kept from its first call on: of torch's functions, not our wrappers
     module, function = job["entry"].split(":")
     getattr(importlib.import_module(module), function)(job)
 

@@ -127,8 +127,10 @@ def headline(session: SessionRecord) -> str:
 
 
 def message(session: SessionRecord) -> str:
-    """The tuner's own sentence, unless it only repeats the headline."""
+    """The tuner's own sentence, without the headline where it begins with that; empty where it says no more."""
     text = sentence(session.message.strip().partition("\n")[0])
+    above = f"{headline(session)}: "
+    text = text[len(above):] if text.lower().startswith(above.lower()) else text
     text = text[:1].upper() + text[1:]
     return "" if text.rstrip(".").lower() == headline(session).lower() else text
 

@@ -10,12 +10,17 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from flatout.capture.frames import is_users
 from flatout.capture.ledger import Ledger
 from flatout.replay.tape import Tape
 
 DRAWN = "drawn "  # so their names begin
+
+# torch keeps the set of its functions that make tensors from the first call on: it must hold torch's own, before any of them is wrapped. Else
+# `torch.set_default_device` leaves alone what a wrapper calls.
+_device_constructors()
 
 
 class Drawn:
