@@ -89,15 +89,19 @@ def test_what_the_plain_program_does_by_itself_is_no_levers_fault(make):
     assert tuning.arena.longest_ticks < 10  # its blocks are short from now on
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("ends", ["by itself", "with an error"])
 def test_a_short_program_is_started_as_often_as_it_takes(make, monkeypatch, ends):
     """Sixty steps: a few blocks in each process, and no lever says that the program is too short, or that the program does not survive it."""
-    tuning = make("always", budget_s=40.0)
     if ends == "by itself":
         monkeypatch.setenv("STEPS", "60")
-    tuning.goal = Goal(40.0, only=frozenset(LEVERS))
-    found = search(tuning)
-    assert len(tuning.numbers) >= 2  # a busy machine starts few
+    for budget_s in (40.0, 120.0, 300.0):  # a busy machine starts few programs in 40 s
+        tuning = make("always", budget_s=budget_s)
+        tuning.goal = Goal(budget_s, only=frozenset(LEVERS))
+        found = search(tuning)
+        if len(tuning.numbers) >= 2:
+            break
+    assert len(tuning.numbers) >= 2
     levers = {lever.name: lever for lever in found.levers}
     for name in LEVERS:
         assert levers[name].ratio is not None or found.disturbance, levers[name].reason
