@@ -17,7 +17,7 @@ def line_of(path, text):
 
 
 def test_tune_measures_the_levers_of_a_card(tmp_path):
-    done = on_cards(tmp_path, "flatout", "tune", "--budget", "30s", "--levers", LEVERS, "python", GAN)
+    done = on_cards(tmp_path, "flatout", "tune", "--no-write", "--budget", "30s", "--levers", LEVERS, "python", GAN)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not re.search(ERRORS, done.stdout), done.stdout
     (record,) = tmp_path.glob(".flatout/gan-*/session.json")
