@@ -38,6 +38,7 @@ from guard_tools import (
 )
 
 from flatout.levers import TABLE as SHELF
+from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo
 from flatout.plan.words import Moment
 
@@ -252,6 +253,10 @@ def classes(scene: Any) -> str:
     return "" if not scene.has_layer("Linear") or len(scene.parameters) > 2 else "no classes"
 
 
+def with_attention(scene: Any) -> str:
+    return getattr(OF_SHELF["attention"].applies(Facts(), scene), "reason", "")
+
+
 with_mean_loss = both(without_tokens, in_script("cross_entropy", "CrossEntropyLoss", "nll_loss", "mse_loss", "binary_cross_entropy", "BCELoss"))
 
 GOOD: tuple[Lever, ...] = (
@@ -266,6 +271,7 @@ GOOD: tuple[Lever, ...] = (
     _good("autocast", "bfloat16", _runs_in_bf16),
     _good("reduced_precision", True, _runs_in_bf16),
     OF_SHELF["compile"],
+    OF_SHELF["attention"],
     OF_SHELF["fused_ops"],
     _good("recompute", {"ops": "linear", "share": 1.0}),
     _good("inplace", True, with_out_of_place),
@@ -287,11 +293,13 @@ BAD: tuple[Lever, ...] = (
     _bad("autocast"),  # gradients scaled, never unscaled
     _bad("channels_last", with_images),  # height read as width
     _bad("compile", with_layer("BatchNorm", "Dropout")),  # batch statistics frozen
+    _bad("attention", with_attention),  # the kernel's own scale on top of the script's
     _bad("fused_ops", with_layer("Embedding")),  # no gradient from the last rows
     _bad("recompute"),  # what is saved is kept in half of its bits
     _bad("offload"),  # what is saved is read before the last quarter has come back
     _bad("inplace", with_out_of_place),  # the gradient passes where the activation had cut it off
     _bad("fused_optimizer", with_optimizer),  # learning rate doubled
+    _bad("early_values"),  # what is read is the value of the step before
     _bad("loader", with_images),  # images brighter
     _bad("cached_prefix", with_images),  # the neighbour's samples
     _bad("batched_transforms", with_images),  # images brighter

@@ -10,6 +10,7 @@ here is a row that says so. On a GPU, `bench/gpu/kernels.py` adds Liger-Kernel's
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -20,23 +21,28 @@ from provenance import RESULTS, markdown_table, stamp, write_result
 
 from flatout.cli.kernel_bench import COLUMNS, Row, cells, kernel_of, roofline, rows_of
 from flatout.kernels import NAMES
+from flatout.measure.clock import seconds
 
 Others = Callable[[Any, Any], dict[str, Callable[..., Any]]]
 
 
 def measure(theme: str, title: str, args: argparse.Namespace, others: Others | None = None, goals: Callable[[list[Row]], list[str]] | None = None) -> int:
     """Runs the benchmark and writes its page after each kernel, so that a run that is cut off leaves what it has."""
-    made, roof, rows = stamp(), roofline(), list[Row]()
+    made, roof, rows = stamp(), roofline(args.smoke), list[Row]()
     folder = args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS)
-    text = ""
+    text, end_s, late = "", seconds() + args.limit_s, list[str]()
     for name in args.kernels.split(","):
-        for row in rows_of(kernel_of(name), 1 if args.smoke else args.rounds, args.case, others, roof):
+        for row in rows_of(kernel_of(name), 1 if args.smoke else args.rounds, args.case, others, roof) if seconds() < end_s else ():
             rows.append(row)
+            if seconds() >= end_s:
+                break
             print(f"  {row.kernel}, {row.case}, {row.work}: {' | '.join(cells(row))}", file=sys.stderr, flush=True)
+        late += [name] if seconds() >= end_s else []
         rates = ", ".join(f"{rate:,.2f} TFLOP/s in {dtype}" for dtype, rate in roof.tflop_per_s.items())
         parts = [f"# {title}\n", *(["**A smoke run of one turn: its figures mean nothing.**\n"] if args.smoke else []),
                  f"Roofline, measured first on {roof.device}: {roof.gb_per_s:,.0f} GB/s copied (read and written), {rates}. One turn is about 20 ms;",
-                 f"{1 if args.smoke else args.rounds} turns. Baseline: the reference, plain torch.\n", *(goals(rows) if goals else []),
+                 f"{1 if args.smoke else args.rounds} turns. Baseline: the reference, plain torch.\n",
+                 *([f"**Not whole after {args.limit_s:.0f} s: {', '.join(late)}.**\n"] if late else []), *(goals(rows) if goals else []),
                  markdown_table(("kernel", "case", "work", *COLUMNS),
                                 [(row.kernel, row.case, row.work, *cells(row)) for row in rows])]
         text, data = write_result(theme, made, "\n".join(parts), {"roofline": vars(roof), "rows": [row.to_json() for row in rows]}, folder=folder)
@@ -49,6 +55,7 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--kernels", default=",".join(NAMES), help=f"some of {', '.join(NAMES)}, or your own")
     parser.add_argument("--case", default="", help="only cases whose title contains this")
     parser.add_argument("--rounds", type=int, default=12, help="turns of every contestant (default 12)")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="measure nothing more after so many seconds; what is missing is named")
     parser.add_argument("--smoke", action="store_true", help="one turn, written to a temporary folder: shows that the benchmark works")
     parser.add_argument("--out", type=Path, default=None, help="write the results to this folder instead of bench/results")
     return parser

@@ -120,7 +120,7 @@ def draw_program(rng: np.random.Generator, measured: dict[str, list[float]], inf
         shares = (1 - data, data * fetch, data * (1 - fetch))
     factors = tuple(Factor(key, lever, live, *_prior(lever, measured, informed), warms_up=warms) for key, lever, live, warms, _ in chosen)
     pairs = [rng.choice(len(factors), 2, replace=False) for _ in range(int(rng.integers(1, 4)))]
-    space = Space(factors, frozenset({frozenset(("compile", "fused_ops"))}), {}, KNOWN_PAIRS)
+    space = Space(factors, frozenset({frozenset(("compile", "inplace"))}), {}, KNOWN_PAIRS)
     return Program(space, np.array([effect for *_, effect in chosen]), shares, tuple((int(i), int(j), float(rng.normal(0, 0.05))) for i, j in pairs),
                    float(rng.uniform(0.05, 0.3)), luck=float(rng.uniform(0.02, 0.07)), noise=float(rng.uniform(0.02, 0.08)), drift=float(rng.uniform(0, 0.02)),
                    work=float(rng.uniform(0.05, 0.2)) if rng.random() < 0.3 else 0.0, outliers=float(rng.uniform(0, 0.05)))

@@ -13,7 +13,7 @@ from flatout.cli.main import COMMANDS
 from flatout.levers import TABLE as LEVERS
 
 DOCS = Path(__file__).parent.parent / "docs"
-GUIDES = ("slow.md", "memory.md", "batch.md", "ranks.md", "nodes.md", "rescue.md", "resume.md")
+GUIDES = ("slow.md", "memory.md", "batch.md", "ranks.md", "nodes.md", "rescue.md", "resume.md", "device.md")
 LEVER_NAMES = {lever.name for lever in LEVERS}
 
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "programs"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from provenance import RESULTS, markdown_table, read_json, stamp, write_result
-from trust import CHILD_S, NO_GPU, digest_of, loss_fn, made
+from trust import CHILD_S, NO_GPU, digest_of, loss_fn, made, run_through
 
 SEAM = re.compile(r"going on exactly after step (\d+)")
 
@@ -67,10 +67,10 @@ def killed(kind: str, steps: int, kills: int, smoke: bool, folder: Path) -> dict
     def words(out: Path) -> list[str]:
         return [sys.executable, str(Path(__file__).resolve()), "--child", kind, "--steps", str(steps), "--to", str(out), *(["--smoke"] if smoke else [])]
 
-    began = time.monotonic()
-    subprocess.run(words(plain), cwd=folder, env=environment, stdout=subprocess.DEVNULL, timeout=CHILD_S, check=True)
-    whole_s, seams, done, failed = time.monotonic() - began, [], 0, ""
-    while True:
+    began, seams, done = time.monotonic(), [], 0
+    failed = run_through(words(plain), cwd=folder, env=environment)
+    whole_s = time.monotonic() - began
+    while not failed:
         began = time.monotonic()
         with open(folder / "said", "w") as said:
             process = subprocess.Popen([sys.executable, "-m", "flatout", "run", "--plan", "none", "--resume", *words(again)], cwd=folder, env=environment,

@@ -30,6 +30,7 @@ from flatout.capture.scene import Scene
 from flatout.levers import TABLE
 from flatout.loop.loop import Loop
 from flatout.measure.clock import seconds
+from flatout.measure.load import available_bytes
 from flatout.measure.statistics import median, quantile
 
 NO_GPU = 2
@@ -42,6 +43,7 @@ WAYS: dict[str, tuple[str, Any] | None] = {
 BATCHES = (4, 8, 16, 32, 64)
 LIMITS = (0.5, 0.35, 0.25)  # of what the whole step takes above parameters and state
 ROUNDS = 5
+PINNED = 0.5  # of the host's free memory, at most
 CLOSE = 1e-5  # relative, of gradients: other micro-batches sum in another order
 
 
@@ -113,6 +115,9 @@ class Bench:
                 break
             batch, here = self.batch(size), {}
             for name, way in WAYS.items():
+                if name == "offload" and (why_not := self.too_much_to_pin(size, here.get("plain"))):
+                    self.found["frontier"].append({"batch": size, "way": name, "why_not": why_not})
+                    continue
                 try:
                     undo = self.on(way)
                 except LookupError as error:
@@ -137,6 +142,15 @@ class Bench:
                     undo()
             self.found["frontier"] += [{"batch": size, "way": name, "peak_bytes": here[name], "ms": ms[name]} for name in here]
             self.write()
+
+    def too_much_to_pin(self, size: int, peak: int | None) -> str:
+        """Why what a step of so many sequences keeps is not moved to the host; nothing where that has room for it. Blocks are powers of two."""
+        peaks = [entry for entry in self.found["frontier"] if entry["way"] == "plain" and entry.get("peak_bytes")]
+        if peak is None and peaks:  # it did not fit into the device
+            peak = peaks[-1]["peak_bytes"] * size // peaks[-1]["batch"]
+        if peak is None or 2 * peak < PINNED * available_bytes():
+            return ""
+        return f"up to {2 * peak / 2**30:.0f} GiB would be pinned, and the host has {available_bytes() / 2**30:.0f}"
 
     def on(self, way: tuple[str, Any] | None) -> Any:
         if way is None:

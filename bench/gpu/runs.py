@@ -36,6 +36,7 @@ RUNS = {
     "tutorial": (str(PROGRAMS / "tutorial.py"), "--images", "256", "--batch-size", "64", "--epochs", "2"),
     "gpt": (str(PROGRAMS / "gpt.py"), *"--context 64 --vocabulary 512 --width 64 --heads 2 --layers 2 --tokens 8000 --epochs 1".split()),  # noqa: SIM905
     "gan": GAN,
+    "reads": (str(REHEARSAL / "reads.py"), "--epochs", "6"),
     "closure": (str(REHEARSAL / "closure.py"), "--epochs", "3"),
     "default_device": (str(REHEARSAL / "default_device.py"), "--epochs", "3"),
     "loop": (str(REHEARSAL / "loop.py"), "--steps", "100"),
@@ -44,8 +45,9 @@ RUNS = {
 }
 PACKAGES = {"lightning": "lightning", "hf_trainer": "transformers"}
 IN_SMALL = ("gan", "default_device")
-EXACT = ("resident_data", "cached_prefix", "loader={workers=1,pin=true}", "allocator", "gc_pause", "offload", "recompute")
-ROUNDING = ("tf32", "cudnn_benchmark", "channels_last", "autocast", "fused_optimizer", "fused_ops", "compile")
+EXACT = ("resident_data", "resident_data={mib=64,host=true}", "cached_prefix", "loader={workers=1,pin=true}", "loader={workers=0,pin=true}",
+         "device_prefetch=0", "early_values", "allocator", "gc_pause", "offload", "recompute")
+ROUNDING = ("tf32", "cudnn_benchmark", "channels_last", "autocast", "attention", "fused_optimizer", "fused_ops", "compile", "graphs")
 
 
 @dataclass
@@ -99,6 +101,8 @@ def every(folder: Path, smoke: bool) -> Any:
         yield run(f"lever {lever}", "gan", folder, (*FLATOUT, "run", "--with", lever, "python", *GAN), plain["gan"] if lever in EXACT else None)[0]
     for lever in ("channels_last", "cudnn_benchmark", "autocast", "compile", "batched_transforms", "resident_data") if not smoke else ():
         yield run(f"lever {lever}", "tutorial", folder, (*FLATOUT, "run", "--with", lever, "python", *RUNS["tutorial"]), None)[0]
+    if "reads" in plain:
+        yield run("lever early_values", "reads", folder, (*FLATOUT, "run", "--with", "early_values", "python", *RUNS["reads"]), plain["reads"])[0]
     yield interrupted(folder, plain["gan"])
     yield run("profile", "gan", folder, (*FLATOUT, "profile", "--steps", "20", "--budget", "15s", "python", GAN[0]), None)[0]
     if not smoke:

@@ -44,7 +44,8 @@ PEAKS = {"B200": 2250.0, "H200": 989.4, "GH200": 989.4, "H100 PCIe": 756.0, "H10
          "A10G": 70.0, "A10": 125.0, "A40": 149.7, "A6000": 154.8, "RTX 4090": 165.2, "RTX 3090": 71.0, "V100": 125.0, "T4": 65.0}
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 SETS = 3
-RESERVE_S = 150.0  # of the limit, for at least one set of processes
+RESERVE_S, RESERVE_SHARE = 150.0, 0.4  # of the limit, for at least one set of processes
+OVERTIME = 1.2  # a search may take so many times its budget
 NO_GPU = 2
 
 
@@ -122,8 +123,8 @@ class Bench:
         plain = (sys.executable, str(PROGRAMS / theme.plain), *theme.arguments)
         by_hand = (sys.executable, str(PROGRAMS / theme.one_liners), *theme.arguments, *theme.one_liner_arguments)
         self.say(f"tuning the plain program for {self.budget_s:.0f} s")
-        left_s = self.start_s + self.limit_s - seconds()
-        session, failure = tune(list(plain), self.budget_s, place / "tune", max(left_s - RESERVE_S, self.budget_s))
+        left_s = self.start_s + self.limit_s - seconds() - min(RESERVE_S, RESERVE_SHARE * self.limit_s)
+        session, failure = tune(list(plain), self.budget_s, place / "tune", max(left_s, OVERTIME * self.budget_s))
         self.sides = [SideOfContest("plain", understand(plain), Plan()), SideOfContest("one-liners", understand(by_hand), Plan())]
         if session is None or failure:
             self.tuned = {"failure": failure}

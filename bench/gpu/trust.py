@@ -83,8 +83,10 @@ def child(kind: str, saves: Path | None, steps: int, out: Path, smoke: bool) -> 
     loop = flatout.Loop(model, optimizer, loss_fn, loader, epochs=1000, steps=steps, **({"saves": saves, "save_every": 20} if saves else {}))
     if loop.resumed is not None and not loop.resumed.exact:
         raise SystemExit("; ".join(loop.resumed.sentences()))
+    at, half = out.with_suffix(".at"), out.with_suffix(".half")
     for step in loop:
-        out.with_suffix(".at").write_text(str(step.index))
+        half.write_text(str(step.index))
+        half.replace(at)  # whoever is killed in between leaves a whole number
     out.write_text(digest_of(model, optimizer))
 
 
@@ -107,13 +109,25 @@ def words(kind: str, saves: Path | None, steps: int, out: Path, smoke: bool) -> 
     return [sys.executable, str(Path(__file__).resolve()), "--child", kind, *folder, "--steps", str(steps), "--to", str(out), *(["--smoke"] if smoke else [])]
 
 
+def run_through(command: list[str], **more: Any) -> str:
+    """Why it did not come to its end, in its last words; nothing where it did."""
+    try:
+        ran = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=CHILD_S, check=False, **more)
+    except subprocess.TimeoutExpired:
+        return f"it did not end in {CHILD_S:.0f} s"
+    return last_line(ran.stderr, ran.returncode)
+
+
+def last_line(said: str, code: int) -> str:
+    return (said.strip().splitlines() or [f"exit code {code}"])[-1][:300] if code else ""
+
+
 def killed(kind: str, steps: int, kills: int, smoke: bool, folder: Path) -> dict[str, Any]:
     draw, saves = random.Random(kind), folder / f"{kind} saves"
     plain, again = folder / f"{kind} plain", folder / f"{kind} again"
-    began = time.monotonic()
-    ran = subprocess.run(words(kind, None, steps, plain, smoke), stderr=subprocess.PIPE, text=True, timeout=CHILD_S, check=False)
-    whole_s, done, moments = time.monotonic() - began, 0, []
-    failed = ran.stderr.strip().splitlines()[-1][:300] if ran.returncode else ""
+    began, done, moments = time.monotonic(), 0, list[int]()
+    failed = run_through(words(kind, None, steps, plain, smoke))
+    whole_s = time.monotonic() - began
     while not failed:
         again.with_suffix(".at").unlink(missing_ok=True)
         process = subprocess.Popen(words(kind, saves, steps, again, smoke), stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -127,8 +141,12 @@ def killed(kind: str, steps: int, kills: int, smoke: bool, folder: Path) -> dict
             done += 1
             moments.append(int(again.with_suffix(".at").read_text()))
             continue
-        said = process.communicate(timeout=CHILD_S)[1]
-        failed = said.strip().splitlines()[-1][:300] if process.returncode else ""
+        try:
+            said = process.communicate(timeout=CHILD_S)[1]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said = f"{process.communicate()[1]}\nit did not end in {CHILD_S:.0f} s"
+        failed = last_line(said, process.returncode)
         break
     return {"training": kind, "steps": steps, "kills": done, "at": moments, "whole_s": whole_s, "failed": failed,
             "same": not failed and plain.read_text() == again.read_text()}
@@ -220,6 +238,7 @@ def page(found: dict[str, Any]) -> str:
         of = f"the weights of step {kept['of_step']}" if kept.get("of_step") is not None else f"**not** the weights of a step {kept['failed']}"
         parts.append(f"## Out of memory\n\nThe program ended with exit code {kept['code']}{', out of memory' if kept.get('out_of_memory') else ''}, after "
                      f"{kept.get('steps', '?')} steps; the newest save has {of}.")
+    parts += [f"## {name.capitalize()}\n\n**Failed**: {why}" for name, why in found.get("failed", {}).items()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -245,15 +264,18 @@ def main() -> int:
     theme = "trust_gpu" if torch.cuda.is_available() else "trust_gpu_smoke"
     out = args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS)
     begun, found = stamp(), dict[str, Any](killed=[])
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
         for kind, steps in (("tutorial", 40 if args.smoke else 400), ("gpt", 40 if args.smoke else 300)):
             found["killed"].append(killed(kind, steps, 2 if args.smoke else args.kills, args.smoke, folder))
             write_result(theme, begun, page(found), found, folder=out)
-        found["rescued"] = rescued(args.smoke, folder)
-        write_result(theme, begun, page(found), found, folder=out)
-        found["stall"] = stall(12.0 if args.smoke else args.seconds, args.smoke, folder)
-        written = write_result(theme, begun, page(found), found, folder=out)
+        parts = {"rescued": lambda: rescued(args.smoke, folder), "stall": lambda: stall(12.0 if args.smoke else args.seconds, args.smoke, folder)}
+        for name, work in parts.items():
+            try:
+                found[name] = work()
+            except Exception as error:  # what was found before is written, and the next part is tried
+                found.setdefault("failed", {})[name] = f"{type(error).__name__}: {str(error)[:300]}"
+            written = write_result(theme, begun, page(found), found, folder=out)
     print(f"{page(found)}\nwritten: {', '.join(path.name for path in written)}")
     return 0
 

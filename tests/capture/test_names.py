@@ -18,6 +18,11 @@ def deep(call):
     return call(sys._getframe(), inner)
 
 
+class Model:
+    def eval(self):
+        return self
+
+
 class Trainer:
     def __init__(self):
         self.model = Thing()
@@ -37,6 +42,11 @@ def some():
     before = named(sys._getframe(), first, second, nets[0], Thing())
     del second
     return before, named(sys._getframe(), by_letter["D"])
+
+
+def one_that_evaluates():
+    thing = Model().eval()
+    return named(sys._getframe(), thing)
 
 
 def one_that_goes():
@@ -59,6 +69,7 @@ def test_variables_attributes_and_lists():
     assert some() == (["first", "second", "nets[0]", None], ["by_letter['D']"])
     assert Trainer().fit(lambda frame, model: named(frame, model)) == ["model"]
     assert deep(lambda frame, thing: named(frame, thing)) == ["inner"]
+    assert one_that_evaluates() == ["thing"], "model.eval() does not ask for the variables of the function"
 
 
 def test_nothing_lives_longer():

@@ -26,8 +26,8 @@ STEPS = 18
 class Ear(Listener):
     """Hears a loop, hands its events to a replica, and keeps the replica's word."""
 
-    def __init__(self, *levers: Lever, start: int = START, step_ms: float = 0.0) -> None:
-        self.start, self.step_ms = start, step_ms
+    def __init__(self, *levers: Lever, start: int = START, step_ms: float = 0.0, bitwise: bool = False) -> None:
+        self.start, self.step_ms, self.bitwise = start, step_ms, bitwise
         self.scene = Scene(torch, self, Ledger())
         self.applier = Applier(levers, Facts(cores=2), self.scene)
         self.choices = [Choice(lever.name, VALUES.get(lever.name, True)) for lever in levers]
@@ -50,7 +50,7 @@ class Ear(Listener):
         if self.scene.steps == self.start:
             self.replica = StepReplica(self.scene, self.applier, self.choices, self.step_ms)
         elif self.replica is not None and self.replica.captured:
-            self.verdict, self.replica = self.replica.judge(), None
+            self.verdict, self.replica = self.replica.judge(bitwise=self.bitwise), None
 
 
 VALUES: dict[str, Any] = {"threads": 1, "autocast": "bfloat16", "fused_optimizer": "fused", "reduced_precision": True}
@@ -61,8 +61,8 @@ def lever(apply: Callable[[Any, Any, Any], Any], name: str = "one") -> Lever:
 
 
 @contextmanager
-def heard(*levers: Lever, start: int = START, step_ms: float = 0.0) -> Iterator[Ear]:
-    ear = Ear(*levers, start=start, step_ms=step_ms)
+def heard(*levers: Lever, start: int = START, step_ms: float = 0.0, bitwise: bool = False) -> Iterator[Ear]:
+    ear = Ear(*levers, start=start, step_ms=step_ms, bitwise=bitwise)
     ear.scene.install()
     try:
         yield ear
@@ -101,8 +101,8 @@ def classify(optimizer: str = "adamw", steps: int = STEPS) -> list[str]:
     return losses
 
 
-def judged(one: Lever, program: Callable[[], Any] = classify, start: int = START, step_ms: float = 0.0) -> dict[str, Any]:
-    with heard(one, start=start, step_ms=step_ms) as ear:
+def judged(one: Lever, program: Callable[[], Any] = classify, start: int = START, step_ms: float = 0.0, bitwise: bool = False) -> dict[str, Any]:
+    with heard(one, start=start, step_ms=step_ms, bitwise=bitwise) as ear:
         program()
     assert ear.verdict is not None
     return ear.verdict
@@ -120,6 +120,38 @@ def test_a_sound_lever_of_the_shelf_passes(name: str) -> None:
     verdict = judged(SHELF[name])
     assert not failed(verdict), verdict
     assert verdict["noise"] > 0
+
+
+class Attends(nn.Module):
+    """Attention by hand, with a mask that hides what comes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.head = nn.Linear(12, 36), nn.Linear(12, 5)
+        self.register_buffer("mask", torch.ones(9, 9).tril())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        weights = (q @ k.transpose(-2, -1)).masked_fill(self.mask == 0, float("-inf")).softmax(-1)
+        return self.head(weights @ v)
+
+
+def attend() -> None:
+    torch.manual_seed(0)
+    model = Attends()
+    descent = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(STEPS):
+        x = torch.randn(16, 9, 12)
+        descent.zero_grad()
+        nn.functional.cross_entropy(model(x).flatten(0, 1), x[..., :5].cumsum(1).argmax(-1).flatten()).backward()
+        descent.step()
+
+
+def test_fused_attention_passes_and_one_with_another_scale_does_not() -> None:
+    verdict = judged(SHELF["attention"], attend)
+    assert not failed(verdict), verdict
+    assert verdict["smooth"]
+    assert "outputs" in failed(judged(lever(SHELF["attention"].known_bad), attend))  # type: ignore[arg-type]
 
 
 def test_doing_nothing_passes_with_nothing_to_see() -> None:
@@ -520,6 +552,58 @@ def test_infinities_of_a_mask_in_the_outputs_are_no_error() -> None:
             optimizer.step()
 
     assert not failed(judged(SHELF["threads"], program))
+
+
+class Unsteady(nn.Module):
+    """Rounds otherwise in each call, as sums by atomic additions do."""
+
+    def __init__(self, moves: float) -> None:
+        super().__init__()
+        self.head, self.moves = nn.Linear(8, 5), moves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLS[0] += 1
+        return self.head(x) * (1 + self.moves * (CALLS[0] % 3))
+
+
+CALLS = [0]
+
+
+@pytest.mark.parametrize(("moves", "one", "fails"), [
+    (0.0, "nothing", set()), (0.0, "a little", {"bitwise"}), (1e-6, "nothing", set()), (1e-6, "much", {"gradient", "parameters"})])
+def test_bits_are_compared_where_the_plain_step_repeats_its_own(moves: float, one: str, fails: set[str]) -> None:
+    def apply(scene: Any, value: Any, ledger: Ledger) -> Any:
+        share = {"nothing": 0.0, "a little": 1e-6, "much": 0.5}[one]
+        handles = [p.register_hook(lambda grad: grad * (1 + share)) for p in scene.parameters]
+        return lambda: [handle.remove() for handle in handles]
+
+    def program() -> None:
+        torch.manual_seed(0)
+        model = Unsteady(moves)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            x, y = torch.randn(32, 8), torch.randint(5, (32,))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    assert failed(judged(lever(apply), program, bitwise=True)) >= fails
+    assert bool(fails) == bool(failed(judged(lever(apply), program, bitwise=True)))
+
+
+@pytest.mark.parametrize("where", ["forward", "optimizer"])
+def test_memory_that_ends_in_the_replica_speaks_against_no_lever(where: str) -> None:
+    def apply(scene: Any, value: Any, ledger: Ledger) -> Any:
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        handles = [each.register_forward_pre_hook(full) for each in scene.roots] if where == "forward" else \
+            [each.register_step_pre_hook(full) for each in scene.optimizers]
+        return lambda: [handle.remove() for handle in handles]
+
+    verdict = judged(lever(apply))
+    assert "checks" not in verdict
+    assert "no memory left" in verdict["failure"]
 
 
 def test_a_program_whose_module_is_never_called_ends_in_a_sentence() -> None:

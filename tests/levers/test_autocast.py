@@ -9,6 +9,7 @@ from flatout.levers.autocast import FIRST_SCALE, LEVER
 
 torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 DTYPES = ["bfloat16", "float16"]
 
@@ -130,6 +131,29 @@ def test_overflow_leaves_the_step_out_and_halves_the_scale(program):
         tries += 1
     assert tries < 20
     assert FIRST_SCALE == 2.0**14
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that Python reads from tensors: on a device, each is a wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator is torch.ops.aten._local_scalar_dense.default
+        return operator(*args, **(kwargs or {}))
+
+
+def test_overflow_is_asked_for_once_a_step_and_not_at_each_parameter(program):
+    live = program(optimizer="SGD")
+    LEVER.apply(live.scene, "float16", live.ledger)
+    loss = functional.cross_entropy(live.model(torch.randn(8, 3, 12, 12)), torch.randint(5, (8,)))
+    with Reads() as reads:
+        loss.backward()
+        assert reads.count == 0
+        live.optimizer.step()
+        assert reads.count == 1
 
 
 @pytest.mark.filterwarnings("error")  # a scheduler warns where it misses its mark on the step

@@ -34,22 +34,32 @@ SET = Facts(system="Linux", environment={"OMP_NUM_THREADS": "2", "LD_PRELOAD": "
 # Every value that a lever may be given on a CPU or a GPU; a new lever must be added here.
 VALUES = {
     "allocator": [True], "malloc": ["tcmalloc", "glibc"], "threads": [1], "gc_pause": [True], "debug_off": [True],
-    "loader": [{"workers": 1}, {"workers": 0}, {"workers": 2, "pin": True, "prefetch": 4}], "tf32": [True], "cudnn_benchmark": [True],
+    "loader": [{"workers": 1}, {"workers": 0}, {"workers": 2, "pin": True, "prefetch": 4}, {"workers": 0, "pin": True}],
+    "tf32": [True], "cudnn_benchmark": [True],
     "reduced_precision": [True], "channels_last": [True], "autocast": ["bfloat16", "float16"],
-    "compile": ["default", "reduce-overhead", "max-autotune-no-cudagraphs"], "fused_ops": [True], "fused_optimizer": ["fused", "foreach"],
+    "attention": [True],
+    "compile": ["default", "max-autotune-no-cudagraphs"], "fused_ops": [True], "fused_optimizer": ["fused", "foreach", "merged"],
     "batched_transforms": ["all", "light"], "cached_prefix": [{"mib": 64}, {"mib": 64, "ahead": True}],
-    "resident_data": [{"mib": 64}], "device_prefetch": [2], "batch_size": [{"size": 4}, {"size": 16, "loader": 1}], "memory_budget": [0.5], "inplace": [True],
-    "recompute": [{"ops": "cheap"}, {"ops": "linear", "share": 0.5}], "offload": ["activations", "optimizer"], "optimizer_state": ["8bit"],
+    "resident_data": [{"mib": 64}, {"mib": 64, "host": True}], "device_prefetch": [2, 0],
+    "batch_size": [{"size": 4}, {"size": 16, "loader": 1}], "memory_budget": [0.5], "inplace": [True],
+    "graphs": [True], "recompute": [{"ops": "cheap"}, {"ops": "linear", "share": 0.5}], "offload": ["activations", "optimizer"], "optimizer_state": ["8bit"],
     "data_parallel": [{"reduction": "mean"}], "sharding": [{"over": "node"}, {"over": "all"}],
     "local_sgd": [{"every": 8}, {"every": 4, "outer": "nesterov", "overlap": True, "warmup": 100}],
     "comm_compression": ["bf16", "fp16", "powersgd", {"kind": "powersgd", "rank": 1, "after": 0}], "gradient_buckets": [1, "all"],
+    "ddp_flags": [{"gradient_as_bucket_view": True, "broadcast_buffers": False}, {"static_graph": True}],
+    "early_values": [True],
 }
-UNAVAILABLE = {"resident_data": "no CUDA device", "optimizer_state": "pip install"}  # here; what their apply says
-AMONG_RANKS = {"local_sgd", "comm_compression", "gradient_buckets"}  # these act through what data_parallel has in place (tests/ranks)
+UNAVAILABLE = {"graphs": "not all on one CUDA device", "resident_data": "no CUDA device", "optimizer_state": "pip install"}  # here; what their apply says
+ONE_PROCESS = "flatout started the program as one process"
+AMONG_RANKS = {"local_sgd": ONE_PROCESS, "comm_compression": ONE_PROCESS, "gradient_buckets": ONE_PROCESS,  # these act where ranks exchange (tests/ranks)
+               "ddp_flags": "trains no torch.nn.parallel.DistributedDataParallel of its own"}
 BY_NAME = {lever.name: lever for lever in TABLE}
 BY_NAME_ONLY = {"batch_size", "optimizer_state", "local_sgd"}  # what changes the maths, and so is never the tuner's
 IN_PROCESS = [lever for lever in TABLE if lever.moment is not Moment.PROCESS]
 CASES = [pytest.param(lever, value, id=f"{lever.name}-{value}") for lever in IN_PROCESS if lever.name not in AMONG_RANKS for value in VALUES[lever.name]]
+
+LIVE_HERE = [case for case in CASES if case.values[0].live and case.values[0].name != "compile"
+             and (torch.cuda.is_available() or case.values[0].name not in UNAVAILABLE)]
 
 
 def as_a_rank(lever: Lever, monkeypatch, scene) -> None:
@@ -214,7 +224,8 @@ def everything(live):
     return {
         "flags": [backends.cudnn.benchmark, backends.cudnn.deterministic, backends.cudnn.enabled, torch.get_float32_matmul_precision(),
                   backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled(),
-                  torch.is_anomaly_check_nan_enabled(), torch.distributions.Distribution._validate_args, torch.get_num_threads()],
+                  torch.is_anomaly_check_nan_enabled(), torch.distributions.Distribution._validate_args, torch.get_num_threads(),
+                  torch.utils.deterministic.fill_uninitialized_memory],
         "precision": [owner.fp32_precision for owner in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul,
                                                          backends.mkldnn.conv, backends.mkldnn.rnn)],
         "gc": [gc.isenabled(), gc.get_threshold(), len(gc.get_objects(generation=2)) > 100_000],  # fewer: the rest is frozen. To count those takes 60 ms
@@ -237,10 +248,10 @@ def everything(live):
 @pytest.mark.parametrize("name", sorted(AMONG_RANKS))
 def test_levers_among_ranks_do_nothing_in_one_process(program, name):
     live, lever = program(), BY_NAME[name]
-    assert lever.needs == ("data_parallel",)
+    assert lever.needs == (() if name in ("ddp_flags", "comm_compression") else ("data_parallel",))  # those act on a script's own ranks, too
     before = everything(live)
     for act in (lever.apply, lever.known_bad):
-        with pytest.raises(LookupError, match="flatout started the program as one process"):
+        with pytest.raises(LookupError, match=AMONG_RANKS[name]):
             act(live.scene, VALUES[name][0], Ledger())
     with pytest.raises(TypeError):
         lever.check({"nothing": "like it"})
@@ -276,7 +287,7 @@ def test_apply_then_undo_leaves_torch_as_found(program, lever, value, monkeypatc
     assert everything(live) == before
 
 
-@pytest.mark.parametrize(("lever", "value"), [case for case in CASES if case.values[0].live and case.values[0].name != "compile"])
+@pytest.mark.parametrize(("lever", "value"), LIVE_HERE)
 def test_training_under_it_then_undo(program, lever, value):
     """Switched on between two steps and off again after some: the program trains before, under it and after, with every setting as it was."""
     live = program()
@@ -292,7 +303,7 @@ def test_training_under_it_then_undo(program, lever, value):
         assert now[what] == before[what], what
 
 
-@pytest.mark.parametrize(("lever", "value"), [case for case in CASES if case.values[0].live and case.values[0].name != "compile"])
+@pytest.mark.parametrize(("lever", "value"), LIVE_HERE)
 def test_a_model_saved_under_it_is_the_plain_model(program, lever, value, tmp_path):
     """state_dict keys and values stay; a pickled or copied model and optimizer contain nothing of ours."""
     live = program()

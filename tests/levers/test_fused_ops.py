@@ -7,6 +7,8 @@ import pytest
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
 from flatout.capture.scene import Scene
+from flatout.levers import TABLE
+from flatout.levers.compile import LEVER as COMPILE
 from flatout.levers.fused_ops import LEVER
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Options, Skip
@@ -186,3 +188,87 @@ def test_known_bad_loses_gradient(training):
         each.optimizer.zero_grad()
     undo()
     assert (gradients[0] - gradients[1]).norm() > 0.05 * gradients[0].norm()
+
+
+class Blocks(torch.nn.Module):
+    """Repeated blocks in a list, an embedding of positions with as many rows as each block has outputs, and the loss inside."""
+
+    def __init__(self, vocabulary=50, width=16, layers=3):
+        super().__init__()
+        self.token, self.position = torch.nn.Embedding(vocabulary, width), torch.nn.Embedding(width, width)
+        self.parts = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.LayerNorm(width), torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width))
+            for _ in range(layers)), "norm": torch.nn.LayerNorm(width)})
+        self.head = torch.nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens, targets):
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for block in self.parts["blocks"]:
+            x = x + block(x)
+        logits = self.head(self.parts["norm"](x))
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_layers_as_wide_as_an_embedding_of_positions_are_no_heads(training):
+    live = training()
+    live.model = Blocks()
+    live.scene.introduce([live.model], [live.optimizer], [])
+    before = deferred.COUNT[0]
+    undo = LEVER.apply(live.scene, True, Ledger())
+    assert [module for module in live.model.modules() if "forward" in vars(module)] == [live.model.head] == live.scene.uncompiled
+    live.steps(1)
+    assert deferred.COUNT[0] == before + 1
+    undo()
+    assert live.scene.uncompiled == []
+
+
+def test_beside_compile_the_blocks_are_compiled_and_the_loss_takes_no_logits(monkeypatch):
+    """By a compiler that counts: one graph for all blocks, made once and called in every step, and the losses of the plain program."""
+    graphs, calls, really = [], [], torch.compile
+
+    def counting(graph, example):
+        graphs.append(graph)
+
+        def run(*args):
+            calls.append(len(graphs))
+            return graph(*args)
+        return run
+
+    def train(levers):
+        torch.manual_seed(0)
+        model, draw, losses = Blocks(), torch.Generator().manual_seed(1), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scene = Scene(torch, Listener(), Ledger())
+        scene.introduce([model], [optimizer], [])
+        undo = [lever.apply(scene, value, Ledger()) for lever, value in levers]
+        for step in range(6):
+            tokens = torch.randint(50, (4, 9), generator=draw)
+            logits, loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses += [loss.item(), logits.argmax(-1).float().mean().item() if step == 4 else 0.0]  # logits that are read after the step
+        for each in reversed(undo):
+            each()
+        assert scene.reports == scene.uncompiled == []
+        assert not [module for module in model.modules() if "forward" in vars(module)]
+        return losses
+
+    monkeypatch.setattr(torch, "compile", lambda forward, mode=None, dynamic=None: really(forward, backend=counting, dynamic=dynamic))
+    torch._dynamo.reset()
+    expected, before = train([]), deferred.COUNT[0]
+    assert train([(LEVER, True), (COMPILE, "default")]) == pytest.approx(expected, rel=1e-5)
+    assert deferred.COUNT[0] == before + 6
+    assert len(graphs) == 1
+    assert len(calls) == 6 * 3
+    torch._dynamo.reset()
+    assert train([(COMPILE, "default")]) == pytest.approx(expected, rel=1e-5)
+    assert len(graphs) == 2  # alone, all of it is one graph
+    torch._dynamo.reset()
+
+
+def test_the_table_has_it_before_compile():
+    """What is left out of graphs must be known when they are made."""
+    names = [lever.name for lever in TABLE]
+    assert names.index("fused_ops") < names.index("compile")
+    assert not set(LEVER.excludes) | set(COMPILE.excludes)

@@ -91,7 +91,9 @@ class Bytes(torch.utils.data.Dataset):
         return self.transform(pytest.importorskip("PIL.Image").fromarray(self.data[index])), index % 5
 
 
-@pytest.mark.parametrize(("name", "value", "workers"), [("resident_data", {"mib": 64}, 0), ("resident_data", {"mib": 64}, 2), ("device_prefetch", 2, 2)])
+@pytest.mark.parametrize(("name", "value", "workers"), [
+    ("resident_data", {"mib": 64}, 0), ("resident_data", {"mib": 64}, 2), ("resident_data", {"mib": 64, "host": True}, 0), ("device_prefetch", 2, 2),
+    ("device_prefetch", 0, 0), ("loader", {"workers": 0, "pin": True}, 0)])
 def test_batches_that_are_there_already_are_the_plain_ones(program, name, value, workers):
     """Losses and weights bit for bit, and the copies were really taken from where they lay."""
     transforms = pytest.importorskip("torchvision.transforms")

@@ -9,7 +9,7 @@ import pytest
 
 from flatout.capture.ledger import Ledger
 from flatout.levers import TABLE
-from flatout.plan.facts import Facts
+from flatout.plan.facts import Facts, Gpu
 from flatout.plan.lever import Options, Skip
 from flatout.plan.words import Effect
 
@@ -177,7 +177,7 @@ def test_own_onednn_precision(program):
     assert values("reduced_precision", live) == (True,)
 
 
-@pytest.mark.parametrize("aid", ["anomaly", "distributions", "none"])
+@pytest.mark.parametrize("aid", ["anomaly", "distributions", "filled memory", "none"])
 def test_debugging_aids(program, aid):
     live = program()
     checks = torch.distributions.Distribution._validate_args
@@ -186,6 +186,9 @@ def test_debugging_aids(program, aid):
         torch.autograd.set_detect_anomaly(True, check_nan=False)
     elif aid == "distributions":
         torch.distributions.Normal(0.0, 1.0)
+    elif aid == "filled memory":
+        torch.use_deterministic_algorithms(True)
+        assert torch.empty(1000).isnan().all()
     try:
         if aid == "none":
             assert reason("debug_off", live) == "anomaly detection is off, and torch.distributions is not used"
@@ -194,11 +197,14 @@ def test_debugging_aids(program, aid):
             undo = LEVER["debug_off"].apply(live.scene, True, Ledger())
             assert not torch.is_anomaly_enabled()
             assert not torch.distributions.Distribution._validate_args
+            assert not torch.utils.deterministic.fill_uninitialized_memory
             undo()
             assert torch.is_anomaly_enabled() == (aid == "anomaly")
             assert torch.is_anomaly_check_nan_enabled() == (aid != "anomaly")
             assert torch.distributions.Distribution._validate_args
+            assert torch.utils.deterministic.fill_uninitialized_memory
     finally:
+        torch.use_deterministic_algorithms(False)
         torch.autograd.set_detect_anomaly(False)
         torch.distributions.Distribution.set_default_validate_args(checks)
 
@@ -503,3 +509,24 @@ def test_a_script_without_loaders(program):
     live.scene.loaders.clear()
     train(live.model, live.optimizer)
     assert "no torch DataLoader was made" in reason("loader", live)
+
+
+def test_on_cuda_batches_are_pinned_without_workers_too(program, monkeypatch):
+    live = program()
+    assert not any("pin" in value for value in values("loader", live))
+    monkeypatch.setattr(type(live.scene), "device_type", "cuda")
+    offered = values("loader", live)
+    assert {"workers": 0, "pin": True} in offered
+    assert {"threads": 1, "pin": True} in offered
+    assert values("device_prefetch", live) == (0,)
+    live.loader = torch.utils.data.DataLoader(live.loader.dataset, batch_size=4, num_workers=1)
+    assert values("device_prefetch", live) == (1, 2, 0)
+
+
+@pytest.mark.parametrize(("on_the_gpu", "on_the_host", "offered"), [
+    (2**30, 2**30, ({"mib": 1}, {"mib": 1, "host": True})), (2**30, 0, ({"mib": 1},)), (0, 2**30, ({"mib": 1, "host": True},))])
+def test_data_that_does_not_fit_on_the_gpu_stays_beside_it(program, monkeypatch, on_the_gpu, on_the_host, offered):
+    live = program()
+    monkeypatch.setattr(type(live.scene), "device_type", "cuda")
+    facts = Facts(memory_bytes=on_the_host, gpus=(Gpu("H200", on_the_gpu, (9, 0)),))
+    assert LEVER["resident_data"].applies(facts, live.scene) == Options(offered)

@@ -92,6 +92,24 @@ def test_inplace_only_where_nothing_changes(program, block, activation):
     assert not any(getattr(m, "inplace", False) for m in live.model.modules())
 
 
+def test_inplace_is_tried_no_further_on_a_model_that_does_not_repeat_itself(program):
+    """Nor is an activation taken for the cause, as where sums come out otherwise each time."""
+    class Unsteady(Residual):
+        calls = 0
+
+        def forward(self, x):
+            Unsteady.calls += 1
+            return super().forward(x) * (1 + 1e-6 * Unsteady.calls)
+
+    live = program(model=images(*[lambda: Unsteady(nn.ReLU)] * 2))
+    live.train(0)
+    LEVER["inplace"].apply(live.scene, True, live.ledger)
+    Unsteady.calls = 0
+    live.model(torch.randn(2, 3, 12, 12))
+    assert Unsteady.calls == 2 * (1 + 2)  # two blocks: the call itself, and two on copies
+    assert not any(m.inplace for m in live.model.modules() if type(m) is nn.ReLU)
+
+
 def test_inplace_leaves_the_batch_alone(program):
     """A first layer that would overwrite what the script has handed over."""
     model = nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(432, 5))

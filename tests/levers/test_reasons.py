@@ -96,7 +96,8 @@ def each(levers: Sequence[str], *rest: str) -> list[Row]:
     return [Row(lever, *rest) for lever in levers]
 
 
-AMONG_RANKS = ("data_parallel", "sharding", "local_sgd", "comm_compression", "gradient_buckets")
+AMONG_RANKS = ("data_parallel", "sharding", "local_sgd", "gradient_buckets")
+OF_DDP = ("ddp_flags", "comm_compression")
 NO_CUDA = "no parameter of the program is on a CUDA device"
 NO_LOADER = "no torch DataLoader was made in this process, so its batches come from elsewhere"
 TWENTY = "the script calls 20 modules by themselves, and no module that holds them all"
@@ -105,6 +106,9 @@ TWICE = "the script differentiates twice (create_graph=True), "
 JIT = "the model, or a part of it, is compiled by torch.jit, "
 NOT_CALLED = "no nn.Module with parameters to train was called, as in `model(x)`"
 ORDER = "the training DataLoader has a sampler ({}) that may depend on earlier steps, so its batches are not made ahead of time"
+OR_DDP = "this lever acts on a DistributedDataParallel, or on ranks that `flatout run --procs N` starts"
+OF_TORCHRUN = "not run: tests/ranks/test_script_ddp.py asks such ranks of torchrun, and others"
+ON_A_CARD = "not run: it needs a GPU; tests/rehearsal records modules on a stand-in for one"
 OURS = "this lever acts only on ranks that `flatout run --procs N` starts"
 
 ROWS = [
@@ -142,19 +146,24 @@ ROWS = [
     Row("device_prefetch", NO_CUDA, "switched_off", "gpu_choices"),
     Row("device_prefetch", NO_LOADER, "gpu_tensors", "gpu_products"),
     Row("device_prefetch", "the training DataLoader no longer exists, so all of its batches were taken before", "gpu_products", "gpu_choices"),
-    Row("device_prefetch", ORDER.format("Backwards"), "gpu_pieces", "gpu_choices"),
-    Row("device_prefetch", "the training DataLoader has no workers, and batches that the program takes ahead could change the order of random numbers; "
-        "set num_workers=1 or more", "gpu_choices", "gpu_pieces"),
     *each(FROM_THE_PIPELINE[:2], "the script prepares its batches itself, without a DataLoader", "by_hand", "switched_off"),
     *each(FROM_THE_PIPELINE[:2], "the DataLoader has batch_size=None, so the data set makes its batches itself", "stream", "own_sampler"),
     Row("batched_transforms", "the program has not imported torchvision's transforms", "switched_off", "by_hand"),
     Row("resident_data", "the program does not train on a CUDA device", "by_hand", "gpu_choices"),
-    Row("resident_data", "the data takes 4096 MiB, and 2048 of the GPU's are for it at most",
-        not_run="not run: it needs a data set larger than a quarter of a GPU"),
+    Row("resident_data", "the data takes 4096 MiB, and 2048 of the GPU's or 1024 of the host's are for it at most",
+        not_run="not run: it needs a data set larger than a quarter of a GPU's memory, and of the host's"),
     # Several ranks.
-    *each(AMONG_RANKS, "flatout started the program as one process; `flatout run --procs N` starts it as N ranks", "by_hand", "ddp"),
+    *each((*AMONG_RANKS, "comm_compression"), "flatout started the program as one process; `flatout run --procs N` starts it as N ranks", "by_hand", "ddp"),
     *each(AMONG_RANKS, f"the program has made a torch.distributed process group itself, and {OURS}", "ddp", "second_order"),
     *each(AMONG_RANKS, f"another launcher started this process (WORLD_SIZE=2), and {OURS}", "second_order", "switched_off"),
+    Row("comm_compression", f"the program has made a torch.distributed process group itself, and {OR_DDP}", "own_choices", "second_order"),
+    Row("comm_compression", f"another launcher started this process (WORLD_SIZE=2), and {OR_DDP}", "second_order", "switched_off"),
+    Row("ddp_flags", "the program trains no torch.nn.parallel.DistributedDataParallel of its own", "own_choices", "ddp"),
+    Row("ddp_flags", "the script has set gradient_as_bucket_view itself, and no broadcast of buffers could be left out", not_run=OF_TORCHRUN),
+    *(Row(lever, sentence, not_run=OF_TORCHRUN) for lever in OF_DDP for sentence in (
+        "the program's DistributedDataParallel has one rank, so nothing travels",
+        "the script has registered a communication hook of its own, which stays",
+        "the program's DistributedDataParallel has parameters that were frozen later, and such a one is left alone")),
     Row("sharding", "this torch was built without torch.distributed", not_run="not run: it needs a torch without torch.distributed"),
     Row("local_sgd", 'it does not work with batchnorm = "all" of data_parallel, which exchanges data between the ranks in forward passes',
         "half_precision", "ddp"),
@@ -162,7 +171,9 @@ ROWS = [
     Row("gradient_buckets", "each bucket size that this lever tries puts the gradients into the same buckets", "half_precision", "ddp"),
     Row("gradient_buckets", "no parameter with requires_grad was in a forward pass yet", not_run="not run: a warm program of ranks has trained something"),
     # Precision.
-    *each(("tf32", "cudnn_benchmark", "offload"), NO_CUDA, "switched_off", "gpu_choices"),
+    *each(("tf32", "cudnn_benchmark", "offload", "early_values", "graphs"), NO_CUDA, "switched_off", "gpu_choices"),
+    Row("early_values", "the program uses the allocator cudaMallocAsync, which does not say on which stream a value was computed",
+        not_run="not run: it needs a GPU with PYTORCH_ALLOC_CONF=backend:cudaMallocAsync"),
     Row("tf32", "this GPU has no TF32, which needs compute capability 8.0 or higher", not_run="not run: it needs a GPU of compute capability below 8.0"),
     Row("tf32", "deterministic algorithms are switched on, so the precision is left as it is", "gpu_pieces", "gpu_products"),
     Row("tf32", "the float32 precision of matrix products is set to ieee already", "gpu_choices", "gpu_products"),
@@ -188,6 +199,9 @@ ROWS = [
     Row("channels_last", TWENTY, "in_pieces", "switched_off"),
     Row("channels_last", "LBFGS flattens the gradients, which it can do in their usual layout only", "second_order", "switched_off"),
     Row("channels_last", "1 of 2 convolution weights are stored as channels_last already, and the program's choice is kept", "own_choices", "switched_off"),
+    Row("attention", f"{COMPILED}and the compiler recognises attention in its own way", "own_choices", "switched_off"),
+    Row("attention", f"{TWICE}and fused attention has no second derivative", "second_order", "switched_off"),
+    Row("attention", "no module of the model multiplies matrices and takes a softmax in its own forward", "switched_off", "own_sampler"),
     *each(("compile", "memory_budget"), "torch.compile is switched off in this process (TORCH_COMPILE_DISABLE=1)", "ddp", "switched_off"),
     Row("compile", COMPILED.removesuffix(", "), "own_choices", "switched_off"),
     Row("memory_budget", f"{COMPILED}before a budget could be set", "own_choices", "switched_off"),
@@ -212,6 +226,14 @@ ROWS = [
     Row("recompute", f"{JIT}which does not call the forward of its layers", "stream", "switched_off"),
     Row("offload", TWENTY, "gpu_pieces", "gpu_choices"),
     Row("offload", f"{COMPILED}and the compiler chooses what is kept", "gpu_choices", "gpu_products"),
+    Row("graphs", TWENTY, "gpu_pieces", "gpu_choices"),
+    *(Row("graphs", sentence, not_run=ON_A_CARD) for sentence in (
+        f"{TWICE}and a recorded backward pass has no second derivative",
+        "the program has several ranks, and a recorded backward pass could not send gradients while it computes",
+        NOT_CALLED,
+        "DataParallel cannot be recorded",
+        "parameters and buffers of Net are not all on one CUDA device",
+        "the script has hooks on Linear, which a recording would not call")),
     # Optimizers.
     Row("fused_optimizer", "the program updates its parameters without a torch.optim.Optimizer", "in_pieces", "stream"),
     Row("fused_optimizer", "the program has made its Adam with fused=True", "own_choices", "switched_off"),

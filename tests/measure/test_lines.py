@@ -42,7 +42,7 @@ def test_the_slow_line_of_a_function_that_is_called():
         work(300_000)
     ((line, ns),) = numbers(timer).most_common(1)
     assert line == 2
-    assert ns > 0.8 * timer.ns.total()
+    assert ns > 0.5 * timer.ns.total()  # the rest is the machine's: another process may come in between
 
 
 def test_a_function_that_was_running_already_is_heard_and_a_pause_is_not():

@@ -14,7 +14,7 @@ class Event:
     """One raw event of kineto: times in microseconds."""
 
     def __init__(self, name, start, end, *, shapes=(), dtypes=(), seq=-1, scope=0, thread=1, kind="cpu_op", device="DeviceType.CPU", number=0,
-                 linked=0, given=(), nbytes=0):
+                 linked=0, given=(), nbytes=0, device_index=0):
         self.__dict__.update({f"_{key}": value for key, value in locals().items() if key != "self"})
 
     def __getattr__(self, name):
@@ -103,7 +103,9 @@ def test_the_roofline():
 
 def test_memory_of_one_step():
     events = [Event("[memory]", at, at, nbytes=size) for at, size in ((10, 100), (20, 400), (30, -400), (40, 50), (60, 1000))]
-    changes = allocations([*events, Event("[memory]", 15, 15, nbytes=9999, device="DeviceType.CUDA"), Event("aten::mm", 0, 1)], on_device=False)
+    of_devices = [Event("[memory]", 15, 15, nbytes=9999 + at, device="DeviceType.CUDA", device_index=at) for at in range(2)]
+    changes = allocations([*events, *of_devices, Event("aten::mm", 0, 1)], None)
+    assert allocations([*events, *of_devices], 1) == [(15_000, 10_000)]
     totals = running_totals(changes, 1000)
     assert [total for _, total in totals] == [1100, 1500, 1100, 1150, 2150]
     moments = [Moment(5_000, {"parameters": 600}),

@@ -118,6 +118,28 @@ def test_a_closure_is_not_optimizer_time(hand):
     assert (summary["forward"].median_ms, summary["backward"].median_ms, summary["optimizer"].median_ms) == (4, 5, 1)
 
 
+@given(st.lists(st.fixed_dictionaries({"wait": st.floats(0, 100), "idle": st.floats(0, 100), "forward": st.floats(0.01, 100),
+                                       "backward": st.floats(0.01, 100)}), min_size=1, max_size=20))
+def test_a_wait_for_data_while_the_device_works_takes_no_time_of_the_step(steps):
+    """The host waits by its own clock, and runs ahead of the device: of its wait only what the device was idle for counts."""
+    device, recorder, _ = made()
+    host = recorder._host = HandClock()  # type: ignore[assignment]
+    for spans in steps:
+        start = device.mark()
+        recorder.begin("data")
+        host.now += spans["wait"]
+        device.now += spans["idle"]
+        recorder.end("data")
+        for phase in ("forward", "backward"):
+            recorder.begin(phase)
+            device.now += spans[phase]
+            recorder.end(phase)
+        recorder.step(start, device.mark())
+    summary = recorder.summary()
+    assert sum(phase.share for phase in summary.values()) == pytest.approx(1.0)
+    assert summary["data"].share == pytest.approx(sum(min(s["wait"], s["idle"]) for s in steps) / device.now)
+
+
 def test_an_end_without_a_beginning_is_nothing(hand):
     _, recorder, step = hand
     recorder.end("forward")

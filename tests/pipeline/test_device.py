@@ -70,7 +70,7 @@ def test_copies_are_the_values_that_were_there():
     assert there.data_ptr() != tensor.data_ptr() != back.data_ptr()
 
 
-@pytest.mark.parametrize("depth", [1, 2, 50])
+@pytest.mark.parametrize("depth", [0, 1, 2, 50])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_are_taken_ahead_and_come_in_order(depth, workers):
     """As many as asked for once it is known where they go, all of them, and again in the next epoch; each tensor's twin is its own."""
@@ -90,6 +90,40 @@ def test_batches_are_taken_ahead_and_come_in_order(depth, workers):
         assert all(torch.equal(a, b) for x, y in zip(plain, found, strict=True) for a, b in zip(x, y, strict=True))
         if workers:
             del iterator._next_data  # a persistent iterator is the same one in the next epoch
+
+
+class Drawn(Dataset):
+    def __init__(self, draws):
+        self.draws = draws
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return torch.tensor([index, torch.rand(()).item() if self.draws else 0.0])
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_what_the_program_draws_stays_in_its_order(depth, ahead, draws):
+    """Without workers: a batch is taken ahead only by a thread, whose batches draw nothing. Each is copied before the program asks for it."""
+    def epoch(fed):
+        torch.manual_seed(0)
+        loader, twins, found, there = DataLoader(Drawn(draws), batch_size=4, shuffle=True), Twins(), [], 0
+        feed, iterator = Feed(loader), iter(loader)
+        if fed:
+            feed.ahead, feed.copies = ahead, (depth, twins)
+            iterator._dataset_fetcher.dataset, iterator._dataset_fetcher.collate_fn = feed.begin(iterator), feed.collate
+        for batch in iterator:
+            there += twins.take(batch, CPU) is not None
+            found.append([*batch.flatten().tolist(), torch.rand(()).item()])
+        return found, there
+
+    plain, _ = epoch(fed=False)
+    fed, there = epoch(fed=True)
+    assert fed == plain
+    assert there == len(plain) - 1
 
 
 def test_an_iterator_that_is_left_early_is_let_go():
@@ -147,9 +181,10 @@ def same(a, b):
                for x, y in zip(tensors_in(one), tensors_in(other), strict=True))
 
 
-def test_batches_made_where_the_data_lies_are_the_plain_ones():
+@pytest.mark.parametrize("beside", [False, True])
+def test_batches_made_where_the_data_lies_are_the_plain_ones(beside):
     dataset, twins = Images(transforms.Compose(PIPELINE)), Twins()
-    found, end, told = fed(dataset, Resident(CPU, twins))
+    found, end, told = fed(dataset, Resident(CPU, twins, beside))
     expected, expected_end = plain(dataset)
     assert told == []
     assert same(found, expected)

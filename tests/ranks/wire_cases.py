@@ -188,7 +188,7 @@ def powersgd():
     ledger = Ledger()
     from flatout.ranks.meeting import join
 
-    join(torch, replace(PLACE, meeting=f"{PLACE.meeting}{next(MEETINGS)}"), "cpu", ledger)
+    join(torch, replace(PLACE, meeting=f"{PLACE.meeting}{next(MEETINGS)}"), torch.device("cpu"), ledger)
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES]
     draw = torch.Generator().manual_seed(10 + PLACE.rank)
     steps = [[torch.randn(shape, generator=draw, dtype=torch.float64) for shape in SHAPES] for _ in range(12)]

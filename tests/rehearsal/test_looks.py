@@ -2,13 +2,30 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
-from cards import PROGRAMS, needed, on_cards
+from cards import LIMIT_S, PROGRAMS, needed, on_cards, surroundings
+
+from flatout.launch.command import understand
+from flatout.measure.clock import seconds
+from flatout.plan.facts import Facts
+from flatout.plan.folder import TrialFolder
+from flatout.plan.plan import Choice, Plan
+from flatout.trial.parent import Trial
 
 pytestmark = needed()
 GAN = str(PROGRAMS / "gan.py")
-LEVERS = "allocator,tf32,autocast,fused_optimizer,gc_pause,resident_data,loader"
+LEVERS = "allocator,tf32,autocast,fused_optimizer,gc_pause,resident_data,loader,graphs"
+BESIDE_A_FULL_CARD = '''
+import runpy, sys, torch
+def on_the_first_card(mib):
+    return torch.empty(mib << 20, dtype=torch.uint8, device="cuda:0")
+ballast = on_the_first_card(1500)
+torch.nn.modules.module.register_module_forward_hook(lambda *_: on_the_first_card(64).size(0) < 0 or None)  # for a moment, in each step
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+'''
 ERRORS = r"\w+Error\b|INTERNAL ASSERT|raised|signal \d+"
 
 
@@ -24,31 +41,50 @@ def test_tune_measures_the_levers_of_a_card(tmp_path):
     session = json.loads(record.read_text())
     assert [gpu["name"] for gpu in session["machine"]["gpus"]] == ["Stand-in card 0", "Stand-in card 1"]
     compared = {lever["name"] for lever in session["levers"] if lever["how"] == "live"}
-    assert len(compared & {"tf32", "autocast", "fused_optimizer", "gc_pause"}) >= 2
+    assert len(compared & {"tf32", "autocast", "fused_optimizer", "gc_pause", "graphs"}) >= 2
 
 
 def test_a_trial_measures_an_optimizer_that_calls_its_closure(tmp_path):
-    done = on_cards(tmp_path, "flatout", "trial", "--steps", "8", "python", str(PROGRAMS / "closure.py"))
+    """It calls it for so long that its passes are what is measured: from the middle of the first step on, by the card's clock."""
+    done = on_cards(tmp_path, "flatout", "trial", "--steps", "8", "python", str(PROGRAMS / "closure.py"), "--pause", "0.4")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"8 steps measured after \d+ to warm up", done.stdout + done.stderr)
+    assert re.search(r"8 steps measured after \d+ to warm up, [\d.]+ ms a backward", done.stdout + done.stderr)
+
+
+def test_memory_and_time_are_those_of_the_models_card_without_what_we_take_of_them(tmp_path, monkeypatch):
+    for name, value in surroundings(kernel_us=50).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(BESIDE_A_FULL_CARD)
+    command = understand([sys.executable, "train.py", GAN, "--device", "cuda:1"])
+    with Trial(command, TrialFolder(tmp_path / "trial"), Plan(), Facts(), table="flatout.diagnose.what_ifs:TABLE") as trial:
+        assert trial.wait_ready(seconds() + LIMIT_S)["copies"] >= 3  # a card of its own that is all but empty
+        before = trial.ask({"do": "record"}, seconds() + LIMIT_S)["record"]["peak_memory_bytes"]
+        assert trial.ask({"do": "replica", "choices": []}, seconds() + LIMIT_S)["replica"]["checks"]
+        assert trial.switch([Choice("syncs", "all")], seconds() + LIMIT_S)["applied"]
+        assert len(trial.go(4, seconds() + LIMIT_S)) == 4, "the clock waits where the program no longer does"
+        assert trial.finish().peak_memory_bytes == before
+    assert 0 < before < 2**21, "the ballast is on the other card"
 
 
 def test_a_profile_finds_the_programs_reads_and_none_of_its_own(tmp_path):
-    done = on_cards(tmp_path, "flatout", "profile", "--steps", "8", "--budget", "12s", "--json", "python", GAN, "--device", "cuda:1", kernel_us=50)
+    (tmp_path / "train.py").write_text(BESIDE_A_FULL_CARD)
+    done = on_cards(tmp_path, "flatout", "profile", "--steps", "8", "--budget", "12s", "--json", "python", "train.py", GAN, "--device", "cuda:1", kernel_us=50)
     assert done.returncode == 0, done.stderr[-3000:]
     profile = json.loads(done.stdout)
     reads = {(Path(each["place"]["file"]).name, each["place"]["line"]) for each in profile["crossings"] if each["kind"] == "item"}
     assert reads == {("gan.py", line_of(GAN, "critic_loss.item()"))}
+    assert "synchronize" not in {each["kind"] for each in profile["crossings"]}, "the clock's own wait at the end of a block"
     assert 0 < profile["memory"]["peak_bytes"] < 2**21, "the second card's memory, not the first one's"
     assert not profile["leak"]["leaking"], "the losses that we keep are not the program's"
     assert sum(phase["share"] for phase in profile["phases"].values()) < 1.05
 
 
 def test_memory_is_foretold_as_the_allocator_hands_it_out(tmp_path):
-    done = on_cards(tmp_path, "flatout", "memory", "--device", "cuda", "--json", "python", GAN)
+    done = on_cards(tmp_path, "flatout", "memory", "--device", "cuda", "--json", "python", GAN, "--device", "cuda:1")
     assert done.returncode == 0, done.stderr[-3000:]
     foretold = json.loads(done.stdout)
-    assert foretold["device"] == "cuda"
+    assert (foretold["device"], foretold["limit_of"]) == ("cuda", "Stand-in card 1")
     measured = [point for point in foretold["points"] if point["measured_bytes"]]
     assert measured
     for point in measured:

@@ -32,6 +32,12 @@ MISSING = {name for name, package in OF_TRAINERS.items() if importlib.util.find_
 ONE_CARD = {"hugging face": 1}  # it would spread itself over both through NCCL, which has no stand-in
 # What wraps torch's functions, and what makes batches itself, where tensors are made on the card by default.
 ATTACHED = {"default device": ["--resume", "--with", "resident_data", "--with", "loader={workers=1,pin=true}"]}
+TELLS_OF_THE_FIRST_CARD = '''
+import atexit, runpy, sys, torch
+atexit.register(lambda: print("on the first card:", torch.cuda.max_memory_allocated("cuda:0"), "bytes", file=sys.stderr))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+'''
 EXACT = ["loader={workers=1,pin=true}", "resident_data", "gc_pause", "allocator", "offload", "recompute"]
 
 
@@ -57,12 +63,23 @@ def plain(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "gan"])
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("gan", "second card")])
 def test_attaching_changes_no_line(name, plain, tmp_path):
     if name in MISSING:
         pytest.skip(f"not run: {OF_TRAINERS[name]} is not installed")
     attached = on_cards(tmp_path, "flatout", "run", *ATTACHED.get(name, ["--plan", "none"]), "python", *RUNS[name], cards=ONE_CARD.get(name, 2))
     assert lines(attached) == plain[name]
+
+
+def test_on_the_second_card_levers_act_there_and_leave_the_first_one_alone(plain, tmp_path):
+    (tmp_path / "train.py").write_text(TELLS_OF_THE_FIRST_CARD)
+    chosen = ["--with", "resident_data", "--with", "offload=optimizer"]
+    attached = on_cards(tmp_path, "flatout", "run", "--watch", *chosen, "python", "train.py", *RUNS["second card"])
+    assert lines(attached) == plain["second card"]
+    for lever in ("resident_data", "offload"):
+        assert re.search(rf"applied[^;]*\b{lever}\b", attached.stderr), attached.stderr
+    assert "on the first card: 0 bytes" in attached.stderr
+    assert re.search(r"; at most [\d.]+ (Ki|Mi)B", attached.stderr), attached.stderr  # what the second one has held
 
 
 def test_attaching_adds_no_wait(plain, tmp_path):
@@ -74,12 +91,15 @@ def test_attaching_adds_no_wait(plain, tmp_path):
     assert not [line for line in waited if str(SOURCE) in line]
 
 
-def test_exact_levers_change_no_line(plain, tmp_path):
-    chosen = [part for lever in EXACT for part in ("--with", lever)]
+@pytest.mark.parametrize("levers", [EXACT, ["loader={workers=0,pin=true}", "resident_data={mib=64,host=true}"]], ids=["on the card", "beside it"])
+def test_exact_levers_change_no_line(levers, plain, tmp_path):
+    chosen = [part for lever in levers for part in ("--with", lever)]
     done = on_cards(tmp_path, "flatout", "run", *chosen, "python", *RUNS["resnet"])
     assert lines(done) == plain["resnet"]
-    for lever in ("resident_data", "gc_pause", "allocator", "offload", "recompute"):
-        assert re.search(rf"applied[^;]*\b{lever}\b", done.stderr), done.stderr
+    for lever in levers:
+        name = lever.split("=")[0]
+        assert re.search(rf"applied[^;]*\b{name}\b", done.stderr), done.stderr
+        assert f"{name}:" not in done.stderr, "what it could not do"
 
 
 def test_the_loop_tries_levers_on_the_second_card(tmp_path):

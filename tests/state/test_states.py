@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from flatout.plan.errors import SaveError
 from flatout.state import bounded
 from flatout.state.disk import Stored
+from flatout.state.drift import surroundings
 from flatout.state.manifest import Manifest
+from flatout.state.randoms import random_states
 from flatout.state.saves import Saves, believed, write_state
 from flatout.state.tensors import read_tensors, write_tensors
 from flatout.state.values import pack, unpack
@@ -237,3 +239,15 @@ def test_tensors_are_written_without_a_second_copy(tmp_path):
     tracemalloc.stop()
     assert stored.bytes > 1 << 26
     assert sys.getsizeof(stored) < 1000
+
+
+def test_a_process_that_does_not_use_cuda_is_not_made_to(monkeypatch):
+    """Asking whether there is a device starts the driver, and children that are forked afterwards cannot use it."""
+    def asked(*_):
+        raise AssertionError("CUDA was asked")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name in ("is_available", "device_count", "get_device_name", "get_rng_state_all"):
+        monkeypatch.setattr(torch.cuda, name, asked)
+    assert "cuda" not in random_states(torch)
+    assert surroundings(torch)["devices"] == []

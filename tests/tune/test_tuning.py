@@ -14,7 +14,7 @@ from flatout.launch.command import understand
 from flatout.levers import TABLE
 from flatout.measure.load import Busy
 from flatout.plan.folder import JobFolder
-from flatout.plan.records import SessionRecord
+from flatout.plan.records import SessionRecord, TrialRecord
 from flatout.plan.words import Effect, Status
 from flatout.probe.machine import look
 from flatout.tune.candidates import Candidate
@@ -88,6 +88,15 @@ def test_the_budget_that_nobody_gave(make, start_cost_s, tick_ms, more, budget_s
     assert tuning.end_s == pytest.approx(tuning.start_s + budget_s)
 
 
+@pytest.mark.parametrize(("device", "budget_s"), [("cuda", 300.0), ("cpu", 90.0)])
+def test_the_budget_that_nobody_gave_has_time_for_a_compiler_where_that_usually_pays(make, device, budget_s):
+    tuning = make(None, 5.0, 5.0)
+    tuning.session.scene = {"device": device, "layers": ["Conv2d"], "loaders": []}
+    tuning.candidates["compile"] = Candidate(LEVER["compile"], ("default",), Effect.ROUNDING)
+    tuning.settle_budget()
+    assert tuning.budget_s == budget_s
+
+
 def test_what_a_lever_brings_is_read_from_all_blocks(make):
     """Six processes: malloc is 20 % faster in three of them, gc_pause does nothing, threads=1 is half as fast."""
     tuning = make(90.0)
@@ -115,6 +124,52 @@ def test_what_a_lever_brings_is_read_from_all_blocks(make):
     assert tuning.candidates["gc_pause"].ratio is None  # what others did to it may be larger
     assert tuning.candidates["threads"].ratio is not None
     assert tuning.session.blocks[0].keys() == {"process", "on", "at_s", "window", "ms", "host"}
+
+
+def measured(tuning: Tuning, logs: dict[frozenset[str], float], processes: int = 6) -> None:
+    """Blocks of processes that each run these sets, in turns: ``logs`` is the log time of each against the plain program's 10 ms."""
+    noise = random.Random(0)
+    life = [key for key in tuning.choices if not tuning.space.factors[tuning.space.index[key]].switched]
+    for process in range(processes):
+        fixed = frozenset(key for at, key in enumerate(life) if process >> at & 1)
+        rows = [row for row in logs if row & set(life) == fixed] * 3
+        tuning.keep_blocks(process, rows, Seen(blocks=[Measured(at, 10.0 * process + at, at * 35, 10.0 * math.exp(logs[row] + noise.gauss(0, 0.01)))
+                                                       for at, row in enumerate(rows)]), 0)
+
+
+def test_of_two_winners_that_exclude_each_other_one_stays_and_so_does_the_rest_of_the_plan(make):
+    tuning = make(300.0)
+    speed = {"autocast": 2.6, "compile": 1.3, "inplace": 1.1, "fused_optimizer": 1.1}
+    for name, value in zip(speed, ("bfloat16", "default", True, "fused"), strict=True):
+        tuning.candidates[name] = Candidate(LEVER[name], (value,), LEVER[name].effect)
+    make_space(tuning)
+    names = {key: choice.name for key, choice in tuning.choices.items()}
+    sets = [frozenset(key for at, key in enumerate(names) if number >> at & 1) for number in range(16)]
+    measured(tuning, {row: -sum(math.log(speed[names[key]]) for key in row) for row in sets if {"compile", "inplace"} - {names[key] for key in row}})
+    assert {candidate.lever.name for candidate in conclude(tuning)} == {"autocast", "compile", "fused_optimizer"}
+
+
+def test_what_is_slower_alone_is_found_with_what_makes_it_faster(make):
+    """Half precision in another memory layout; and a device that is twice as fast behind a loader that no longer holds it up."""
+    alone = {("autocast",): 0.1, ("channels_last",): 0.0, ("autocast", "channels_last"): -0.5}
+    behind = {("autocast",): math.log(21 / 24), ("loader",): math.log(6 / 24), ("autocast", "loader"): math.log(3 / 24)}
+    for logs, value in ((alone, True), (behind, {"workers": 4})):
+        tuning = make(300.0)
+        for name, each in (("autocast", "bfloat16"), (next(name for name in ("channels_last", "loader") if (name,) in logs), value)):
+            tuning.candidates[name] = Candidate(LEVER[name], (each,), Effect.ROUNDING)
+        make_space(tuning)
+        keys = {choice.name: key for key, choice in tuning.choices.items()}
+        measured(tuning, {frozenset(): 0.0} | {frozenset(keys[name] for name in row): log for row, log in logs.items()})
+        best = best_measured(tuning)
+        assert best == frozenset(keys.values())
+        assert tuning.gain(best).median == pytest.approx(math.exp(-min(logs.values())), rel=0.1)
+
+
+def test_of_the_observed_program_what_came_before_its_levers_tells_whether_the_script_repeats_itself(make):
+    tuning = make(90.0)
+    tuning.keep_first_plain(TrialRecord("finished", losses=["0x1p+0"] * 9, warmup_steps=5, weights_digests={"1": "a", "2": "b", "4": "c", "8": "under levers"}))
+    assert len(tuning.first_plain.losses) == 5
+    assert tuning.first_plain.weights_digests == {"1": "a", "2": "b", "4": "c"}
 
 
 def conclude_again(tuning: Tuning) -> None:

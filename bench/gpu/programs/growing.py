@@ -13,11 +13,12 @@ args = parser.parse_args()
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)
-width = 256 if device.type == "cuda" else 8
+fills = device.type == "cuda" and args.raise_at is None
+width = 256 if fills else 8
 model = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
                       nn.Linear(width, 10)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-batch, step = 32 if device.type == "cuda" else 2, 0
+batch, step = 32 if fills else 2, 0
 with open("steps", "w", buffering=1) as steps:
     while True:
         if step == args.raise_at:
@@ -30,5 +31,5 @@ with open("steps", "w", buffering=1) as steps:
         step += 1
         content = b"".join(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in model.state_dict().values())
         steps.write(f"{step} {hashlib.sha256(content).hexdigest()}\n")
-        if step % 5 == 0 and device.type == "cuda":
+        if step % 5 == 0 and fills:
             batch *= 2

@@ -1,6 +1,7 @@
 """An optimizer that calls the forward and backward pass itself, with gradients clipped and a schedule."""
 
 import argparse
+import time
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=1000)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds that each pass takes beside")
     args = parser.parse_args()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)).to(args.device)
@@ -27,6 +29,7 @@ def main():
                 optimizer.zero_grad()
                 loss = nn.functional.mse_loss(model(x), y)
                 loss.backward()
+                time.sleep(args.pause)
                 nn.utils.clip_grad_norm_(model.parameters(), 10.0)
                 return loss
 

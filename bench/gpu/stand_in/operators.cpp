@@ -216,8 +216,9 @@ void operate(const c10::OperatorHandle& op, Stack* stack) {
     Stack work;
     if (captures) {  // shapes only: nothing is computed on the device while it is recorded
         for (const IValue& value : seen) work.push_back(each_tensor(value, [](const at::Tensor& t) { return t.clone(); }));
-        Randomness none;
-        call_on_host(op, &work, none);
+        Randomness unseen;  // the host's generator is left as it was
+        unseen.used = random.used;
+        call_on_host(op, &work, unseen);
     } else {
         stand_in_launch(stream);
         work = seen;

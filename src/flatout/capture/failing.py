@@ -16,6 +16,7 @@ import traceback
 from types import FrameType, TracebackType
 from typing import Any
 
+from flatout.plan.facts import ASKED_DEVICE
 from flatout.plan.failure import FailureRecord, FrameSeen, ModuleSeen, TensorSeen, Thrown
 
 MOST_FRAMES = 200
@@ -25,6 +26,7 @@ MOST_CHARACTERS = 20_000
 MOST_NODES = 20_000  # of an autograd graph
 NODE = re.compile(r"(?:Function '|output \d+ of )(\w+?)(?:Backward\d*)?[',]")
 WORD = re.compile(r"[A-Za-z_]\w*")
+OF_A_GPU = re.compile(r"\bGPU (\d+)\b")
 
 
 def look(error: BaseException) -> FailureRecord:
@@ -153,6 +155,8 @@ def _processes(record: FailureRecord, error: BaseException, torch: Any) -> None:
         value = os.environ.get(f"FLATOUT_{name}") or os.environ.get(name, "")
         if value.isdigit():
             record.__dict__[key] = int(value)
+    if asked := os.environ.get(ASKED_DEVICE):
+        record.facts["device"] = asked
     record.facts["python"] = sys.version.split()[0]
     if torch is not None:
         record.facts["torch"] = str(torch.__version__)
@@ -160,20 +164,23 @@ def _processes(record: FailureRecord, error: BaseException, torch: Any) -> None:
 
 
 def _memory(record: FailureRecord, error: BaseException, torch: Any) -> None:
-    """Bytes on the present device, and what holds them. Only asked where CUDA is in use: asking would start it."""
+    """Bytes on the device that the error names, or on the fullest one, and what holds them. Only asked where CUDA is in use: asking would start it."""
     if torch is None or not torch.cuda.is_initialized():
         return
-    record.facts["gpu"] = torch.cuda.get_device_name()
-    record.facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+    devices = range(torch.cuda.device_count())
+    named = OF_A_GPU.search(str(error))
+    device = int(named[1]) if named is not None and int(named[1]) in devices else max(devices, key=torch.cuda.memory_allocated)
+    record.facts["gpu"] = torch.cuda.get_device_name(device)
+    record.facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
     record.facts["built_for"] = " ".join(torch.cuda.get_arch_list())
-    free, total = torch.cuda.mem_get_info()
-    statistics = torch.cuda.memory_stats()
+    free, total = torch.cuda.mem_get_info(device)
+    statistics = torch.cuda.memory_stats(device)
     record.memory = {"free": free, "total": total, "allocated": statistics.get("allocated_bytes.all.current", 0),
                      "reserved": statistics.get("reserved_bytes.all.current", 0)}
     kept: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer state": {}}
 
     def keep(kind: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+        if isinstance(value, torch.Tensor) and value.device == torch.device("cuda", device):
             storage = value.untyped_storage()
             kept[kind][storage.data_ptr()] = storage.nbytes()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
-from types import FrameType
+from functools import lru_cache
+from types import CodeType, FrameType
 from typing import Any
 
 from flatout.capture.frames import is_users
@@ -38,12 +40,21 @@ def variables_of(frame: FrameType, always: bool = False) -> dict[str, Any]:
     """Of a function that runs. Nothing that it holds lives any longer because we have looked; ``always``: where that cannot be had, look all the same."""
     if LIVE_VIEWS:
         return dict(frame.f_locals)
-    if sys.gettrace() is not None or sys.getprofile() is not None or ASKS_FOR_ITS_VARIABLES & set(frame.f_code.co_names):
+    if sys.gettrace() is not None or sys.getprofile() is not None or _asks_for_its_variables(frame.f_code):
         return dict(frame.f_locals) if always else {}
     held = frame.f_locals
     found = dict(held)
     held.clear()  # Python 3.11 and 3.12 keep this dictionary, and all that is in it, until the function ends
     return found
+
+
+@lru_cache(maxsize=4096)
+def _asks_for_its_variables(code: CodeType) -> bool:
+    """``model.eval()`` is a method of that name, and asks for nothing."""
+    asks = ASKS_FOR_ITS_VARIABLES & set(code.co_names)
+    if asks != {"eval"}:
+        return bool(asks)
+    return any(each.argval == "eval" and each.opname in ("LOAD_GLOBAL", "LOAD_NAME") for each in dis.get_instructions(code))
 
 
 def names_of(things: Iterable[Any], seen: Iterable[tuple[str, Any]]) -> dict[int, str]:

@@ -25,6 +25,7 @@ from flatout.capture.layers import layer_counts
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Guarded, Listener
 from flatout.capture.loaders import FeedRule, LoaderRule, Loaders, way_of
+from flatout.capture.names import variables_of
 from flatout.capture.optimizers import Optimizers
 from flatout.capture.pickles import keep_out_of_pickles, without_hooks
 from flatout.capture.scalers import Scalers
@@ -53,8 +54,11 @@ class Scene:
         self.distributions_seen = False
         self.threads_at_import = torch.get_num_threads()
         self.reports: list[tuple[str, str]] = []  # what a lever has to say after it was applied
+        self.says: Callable[[str, str], None] | None = None  # where that goes at once
         self.handed_on: Any = None  # where the programs of a search hand on the samples that they have kept
         self.divided: Any = None  # what `data_parallel` has in place, for the levers that act through it
+        self.graph_passes: list[Any] = []  # what levers do to a graph before `compile` has it compiled
+        self.uncompiled: list[Any] = []  # modules that `compile` leaves out of its graphs, for what levers make of their outputs
         self._loaders = Loaders(torch)
         self._scalers = Scalers(torch)
         self._pickles_guarded = False
@@ -123,6 +127,12 @@ class Scene:
         """The module inside a wrapper that averages gradients with other ranks: what may be called by one rank alone."""
         return root.module if type(root).__name__ == "DistributedDataParallel" else root
 
+    @property
+    def ddp_modules(self) -> list[Any]:
+        """torch's DistributedDataParallel modules of the script that train: root modules, or inside of one."""
+        found = {id(module): module for root in self.roots for module in root.modules() if type(module).__name__ == "DistributedDataParallel"}
+        return [module for module in found.values() if type(module).__module__ == "torch.nn.parallel.distributed"]
+
     def has_layer(self, *names: str) -> bool:
         """Whether a root holds a layer whose class, or a base of it, has one of these names (a prefix will do). torch.jit keeps the names."""
         modules = [module for root in self.roots for module in root.modules()]
@@ -190,13 +200,17 @@ class Scene:
 
     without_hooks = staticmethod(without_hooks)  # for who must not import this room
     compiler_off = staticmethod(compiler_off)
+    variables_of = staticmethod(variables_of)
 
     def without_scale(self, loss: Any) -> Any:
         """The loss that a GradScaler has scaled to this one, or this one itself."""
         return self._scalers.without_scale(loss)
 
     def report(self, lever: str, sentence: str) -> None:
-        self.reports.append((lever, sentence))
+        if self.says is None:
+            self.reports.append((lever, sentence))
+        else:
+            self.says(lever, sentence)
 
     def describe(self) -> dict[str, Any]:
         parameters = self.parameters
@@ -211,6 +225,7 @@ class Scene:
             "parameters": sum(p.numel() for p in parameters),
             "dtypes": sorted({str(p.dtype) for p in parameters}),
             "device": self.device_type,
+            "device_index": self.device.index,
             "backwards_per_step": self.backwards_in_last_step,
             "closure_steps": self.closure_steps,
             "boundaries": "backward" if self.boundaries.by_backward else "optimizer",

@@ -103,10 +103,15 @@ class Attached(Listener):
             if self.speaks and (len(self.plan) or self.rescue is None):
                 say(one_line([*self.early, *self.applier.outcomes]))
         elif self.scene.steps >= 3:
-            for lever, sentence in self.scene.reports if self.speaks else ():
-                say(f"{lever}: {sentence}")
+            for lever, sentence in self.scene.reports:
+                self._says(lever, sentence)
             self.scene.reports.clear()
+            self.scene.says = self._says
             self.settled()
+
+    def _says(self, lever: str, sentence: str) -> None:
+        if self.speaks:
+            say(f"{lever}: {sentence}")
 
     def settled(self) -> None:
         """Everything is in place and was said."""

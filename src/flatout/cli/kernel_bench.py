@@ -20,6 +20,7 @@ WARM_UPS = 3
 BLOCK_MS = 20.0  # a block of calls lasts about this long
 COPY_BYTES = 1 << 30  # of the measured copy on a GPU: many times the last cache; a sixteenth on a CPU
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the measured matrix product
+QUICK = 64  # times less to copy, and an eighth of the side, where the figures mean nothing
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Roofline:
     tflop_per_s: dict[str, float]
 
 
-def roofline() -> Roofline:
-    """Measures the device that kernels would run on: the best of ten copies, and of ten products a type."""
+def roofline(quick: bool = False) -> Roofline:
+    """Measures the device that kernels would run on: the best of ten copies, and of ten products a type. ``quick``: small ones, to see that it works."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,11 +69,11 @@ def roofline() -> Roofline:
             times.append(clock.elapsed_ms(start, clock.mark()))
         return min(times)
 
-    source = torch.ones((COPY_BYTES if device == "cuda" else COPY_BYTES // 16) // 4, device=device)
+    source = torch.ones((COPY_BYTES if device == "cuda" else COPY_BYTES // 16) // (4 * QUICK if quick else 4), device=device)
     target = torch.empty_like(source)
     moved = 2 * source.numel() * 4
     gb_per_s = moved / best_ms(lambda: target.copy_(source)) / 1e6
-    side, rates = SIDE[device], {}
+    side, rates = SIDE[device] // (8 if quick else 1), {}
     for dtype in (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,):
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         rates[str(dtype).removeprefix("torch.")] = 2 * side**3 / best_ms(partial(torch.mm, a, b)) / 1e9

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from flatout.cli.arguments import PROGRAM, Duration, program, words_or_usage, writable
 from flatout.cli.asking import header, kept
+from flatout.cli.device import choose, device_option
 from flatout.cli.progress import LiveProgress
 from flatout.diagnose.profiling import MEMORY_STAGES, Profiling, Wishes
 from flatout.launch.command import Command, understand
@@ -49,9 +50,10 @@ class Schedule(click.ParamType):
 @click.option("--memory", is_flag=True, help="Memory alone, over three times as many steps; no operators, no what-ifs.")
 @click.option("--job", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records instead of .flatout/<job>.")
 @click.option("--json", "as_json", is_flag=True, help="Print the record instead of tables.")
+@device_option
 @program
 def command(steps: int, schedule: tuple[int, int, int], budget: float, out: Path | None, trace: Path | None, tensorboard: Path | None, memory: bool,
-            job: Path | None, as_json: bool, words: tuple[str, ...]) -> int:
+            job: Path | None, as_json: bool, device: str | None, words: tuple[str, ...]) -> int:
     """See where the time and the memory of a step go, in a program as it is.
 
     The program is started, measured over quiet steps, listened to over a few more, and made faster on purpose in ways that are wrong (the
@@ -65,6 +67,7 @@ def command(steps: int, schedule: tuple[int, int, int], budget: float, out: Path
     if tensorboard is not None:
         _tensorboard_or_usage()
     cmd = understand(words_or_usage(words, "profile"))
+    choose(device, cmd, "profile")
     folder = writable(job_folder(cmd, job), job is not None)
     wishes = Wishes(steps, schedule, budget, trace=str(trace.resolve()) if trace is not None else "")
     if memory:
@@ -90,7 +93,7 @@ def command(steps: int, schedule: tuple[int, int, int], budget: float, out: Path
 
 def profile(cmd: Command, folder: JobFolder, facts: Facts, wishes: Wishes) -> ProfileRecord:
     """Run a profile, and keep its record and its page in the folder. Raises FlatoutError, KeyboardInterrupt."""
-    machine = {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "system": facts.system,
+    machine = {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "system": facts.system, "device": facts.asked_device,
                "gpus": [{"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)} for g in facts.gpus]}
     record = ProfileRecord(**header(cmd.shown, facts), machine=machine)
     with kept(record, folder.profile) as save, LiveProgress(Console(stderr=True), wishes.budget_s) as progress:

@@ -264,13 +264,17 @@ def _may_go_on(torch: Any, save: Save) -> None:
     changed = [name for name, digest in told["sources"].items() if _digest_of(name) != digest]
     if changed:
         raise CannotResume(f"{', '.join(os.path.relpath(name) for name in changed[:4])} has changed since {save.path.name} was kept")
-    differs = drift(told["surroundings"], {**surroundings(torch), **{name: told["surroundings"].get(name) for name in LATER}})
+    before = told["surroundings"]
+    now = {**surroundings(torch), **{name: before.get(name) for name in LATER}}
+    if before.get("devices") and not torch.cuda.device_count():
+        now["devices"] = []
+    differs = drift(before, now)
     if differs:
         raise CannotResume(f"this is not where {save.path.name} was kept: {'; '.join(differs)}")
 
 
-# What a program sets after torch was imported.
-LATER = ("threads", "threads between operators", "deterministic algorithms", "cudnn.benchmark", "cudnn.deterministic", "matmul precision")
+# What a program sets, or begins to use, after torch was imported.
+LATER = ("threads", "threads between operators", "devices", "deterministic algorithms", "cudnn.benchmark", "cudnn.deterministic", "matmul precision")
 
 
 def _digest_of(file: str) -> str:

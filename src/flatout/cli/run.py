@@ -14,6 +14,7 @@ import click
 
 from flatout.cli import places, ranks, supervision
 from flatout.cli.arguments import PROGRAM, Duration, LeverByName, program, read_plan, words_or_usage, writable
+from flatout.cli.device import choose, device_option, hint
 from flatout.launch.caches import private_caches
 from flatout.launch.command import Command, understand
 from flatout.launch.environment import attached, listening
@@ -37,6 +38,7 @@ RESCUE = "rescue"  # in the folder of a job
 @click.option("--with", "chosen", multiple=True, type=LeverByName(), metavar="NAME[=VALUE]",
               help="This lever too, whatever the plan says: --with autocast, --with 'local_sgd={every = 8}'. May be given several times.")
 @click.option("--budget", default=None, type=Duration(), help="Tune first for this long, where no plan fits.")
+@device_option
 @ranks.options
 @places.options
 @supervision.options(Duration())
@@ -46,8 +48,8 @@ RESCUE = "rescue"  # in the folder of a job
 @click.option("--anew", is_flag=True, help="With --resume: begin anew, whatever there is to go on with.")
 @click.option("--replay-output", is_flag=True, help="With --resume: show again what the program prints on the way to its save.")
 @program
-def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | None, watch: bool, rescue: bool, resume: bool, anew: bool,
-            replay_output: bool, words: tuple[str, ...],
+def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | None, device: str | None, watch: bool, rescue: bool, resume: bool,
+            anew: bool, replay_output: bool, words: tuple[str, ...],
             **elsewhere: Any) -> int:
     """Run a program under its plan.
 
@@ -58,6 +60,7 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
     asked = ranks.ranks_asked(elsewhere)
     watched = supervision.supervision(elsewhere)
     place = places.place_of(elsewhere, asked)
+    choose(device, cmd, "run", asked.procs, asked.gpus, f"--{place.cluster or 'nodes'}" if place is not None else "")
     if place is not None and place.cluster in ("slurm", "k8s"):
         options = [*(["--plan", plan_path] if plan_path is not None else []), *(f"--with={in_words(choice)}" for choice in chosen),
                    *(["--rescue"] if rescue else [])]
@@ -73,7 +76,7 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
         plan = (plan or Plan()).with_choice(choice)
     if plan is None and not asked.several and place is None:
         remark = remark or "no plan fits this command yet"
-        _say(f"{remark}; running it as it is. To tune: flatout tune {' '.join(cmd.shown)}")
+        _say(f"{remark}; running it as it is. To tune: flatout tune {hint(device)}{' '.join(cmd.shown)}")
     elif remark:
         _say(remark)
     keeps = rescue or resume or watched.asked

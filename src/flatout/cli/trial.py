@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from flatout.cli.arguments import PROGRAM, Duration, program, read_plan, words_or_usage
+from flatout.cli.device import choose, device_option
 from flatout.cli.underneath import of_death
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
@@ -25,14 +26,16 @@ from flatout.trial.parent import Trial, measure
 @click.option("--plan", "plan_path", default="none", show_default=True, help="A plan file, or `none`.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Where to write the JSON record; else a line on standard error says where it is.")
 @click.option("--timeout", default="1h", type=Duration(), show_default=True, help="End the program after this time.")
+@device_option
 @program
-def command(steps: int, seed: int, plan_path: str, out: Path | None, timeout: float, words: tuple[str, ...]) -> int:
+def command(steps: int, seed: int, plan_path: str, out: Path | None, timeout: float, device: str | None, words: tuple[str, ...]) -> int:
     """Run a program until it has trained some steps in steady state, stop it, and write one JSON record.
 
     The program's own output passes through, and so does its exit code.
     """
     plan = read_plan(plan_path)
     cmd = understand(words_or_usage(words, "trial"))
+    choose(device, cmd, "trial")
     folder = TrialFolder(Path(tempfile.mkdtemp(prefix="flatout-trial-")))
     kills = oom_kills()
     with Trial(cmd, folder, plan, look(), seed, show=True) as trial:

@@ -14,6 +14,7 @@ from rich.console import Console
 from flatout.cli import ranks
 from flatout.cli.arguments import PROGRAM, Amount, Duration, LeverByName, program, words_or_usage, writable
 from flatout.cli.asking import interrupt
+from flatout.cli.device import choose, device_option
 from flatout.cli.progress import LiveProgress
 from flatout.cli.underneath import of_death
 from flatout.diagnose.kept import load_profile
@@ -39,7 +40,7 @@ SHORTEST_S = 5.0
 
 @click.command(context_settings=PROGRAM)
 @click.option("--budget", default=None, type=Duration(),
-              help="Time to spend: 90s, 5m, 1h.  [default: 90s; 5m where a start takes over 10s or a step over 100ms]")
+              help="Time to spend: 90s, 5m, 1h.  [default: 90s; 5m where a start takes over 10s, a step over 100ms, or compiling usually pays]")
 @click.option("--effects", default="exact,rounding,precision,resampled", show_default=True,
               help="What levers may change; without `precision`, nothing is multiplied or sent in half precision.")
 @click.option("--levers", "only", default=None, help="Only these levers, separated by commas. See `flatout levers`.")
@@ -51,10 +52,11 @@ SHORTEST_S = 5.0
 @click.option("--job", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records instead of .flatout/<job>.")
 @click.option("--ray", default=None, metavar="ADDRESS", help="Measure on the nodes of a Ray cluster that is there, at once: HOST:PORT, or auto.")
 @click.option("--again", is_flag=True, help="Start anew, even where an interrupted session could go on.")
+@device_option
 @ranks.options
 @program
 def command(budget: float | None, effects: str, only: str | None, named: tuple[Choice, ...], horizon: float, limit: int | None, no_write: bool,
-            job: Path | None, ray: str | None, again: bool, words: tuple[str, ...], **given: Any) -> int:
+            job: Path | None, ray: str | None, again: bool, device: str | None, words: tuple[str, ...], **given: Any) -> int:
     """Find the fastest plan for a program that keeps its results.
 
     The program is started several times, measured step by step with everything in it (loader included), and stopped. Its
@@ -64,7 +66,9 @@ def command(budget: float | None, effects: str, only: str | None, named: tuple[C
     goal = Goal(budget, _effects(effects), _levers(only), horizon, memory_limit_bytes=limit, named=named)
     if budget is not None and budget < SHORTEST_S:
         raise UsageError(f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 5m.")
-    session, folder = tune(words_or_usage(words, "tune"), goal, beside=not no_write, job=job, again=again, asked=ranks.ranks_asked(given), ray=ray)
+    asked = ranks.ranks_asked(given)
+    choose(device, understand(words_or_usage(words, "tune")), "tune", asked.procs, asked.gpus, "--ray" if ray is not None else "")
+    session, folder = tune(words, goal, beside=not no_write, job=job, again=again, asked=asked, ray=ray)
     console = Console()
     from flatout.render.terminal import session_tables
 

@@ -84,16 +84,16 @@ class WatchedJob(Attached):
         if self.speaks:
             self.counts.samples_a_step = self.samples / self.scene.steps
             self.counts.install(self.scene.torch, Ledger())
-            self.line = LiveLine(sys.stderr, self.counts, self.scene.torch, self.known)
+            self.line = LiveLine(sys.stderr, self.counts, self.scene.torch, self.known, self.scene.device)
 
 
 class LiveLine:
     """Begins with the first steps that are counted, and ends with the process: with one line that sums up."""
 
-    def __init__(self, stream: TextIO, counts: Counting, torch: Any, known: dict[str, float], every_s: float | None = None) -> None:
-        self.stream, self.counts, self.torch, self.known = stream, counts, torch, known
+    def __init__(self, stream: TextIO, counts: Counting, torch: Any, known: dict[str, float], device: Any, every_s: float | None = None) -> None:
+        self.stream, self.counts, self.torch, self.known, self.device = stream, counts, torch, known, device
         self.row = StatusRow(stream) if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" else None
-        self.machine = Machine()
+        self.machine = Machine(torch, device)
         self.first = (seconds(), counts.steps, counts.waited_ns)
         self.last = self.first
         self.pid = os.getpid()
@@ -122,10 +122,10 @@ class LiveLine:
         passed_s = max(now[0] - since[0], 1e-9)
         steps, waited_ns = (new - old for new, old in zip(now[1:], since[1:], strict=True))
         if not steps:
-            return "no step has ended just now | " + " | ".join(self.machine.seen(self.torch))
+            return "no step has ended just now | " + " | ".join(self.machine.seen())
         samples = steps * self.counts.samples_a_step
         parts = [f"{figure(samples / passed_s)} samples/s"] if samples else []
-        parts += [f"{figure(steps / passed_s)} steps/s", f"waits for data {100 * waited_ns / 1e9 / passed_s:.0f} %", *self.machine.seen(self.torch)]
+        parts += [f"{figure(steps / passed_s)} steps/s", f"waits for data {100 * waited_ns / 1e9 / passed_s:.0f} %", *self.machine.seen()]
         if self.known.get("ideal_ms"):
             parts.append(f"MFU {self.known['ideal_ms'] * steps / 10 / passed_s:.0f} %")
         return " | ".join(parts)
@@ -141,7 +141,7 @@ class LiveLine:
                 self.row.close()
             passed = self._now()[0] - self.first[0]
             steps = self.counts.steps - self.first[1]
-            peak = size(peak_bytes(self.torch, self.torch.device("cuda" if self.torch.cuda.is_initialized() else "cpu")))
+            peak = size(peak_bytes(self.torch, self.device))
             if steps:
                 say(f"{steps:,} steps in {duration(passed)}: {self.sentence(self.first)}; at most {peak}")
         except (OSError, ValueError):
@@ -149,41 +149,40 @@ class LiveLine:
 
 
 class Machine:
-    """What the process and its device do, by psutil and, where there is a device, NVML."""
+    """What the process and the model's ``device`` do, by psutil and, where that is a GPU, NVML."""
 
-    def __init__(self) -> None:
+    def __init__(self, torch: Any, device: Any) -> None:
         import psutil
 
+        self.torch, self.device = torch, device
         self.process = psutil.Process()
         self.process.cpu_percent()  # the first answer is about nothing
         self.cores = len(self.process.cpu_affinity()) if hasattr(self.process, "cpu_affinity") else psutil.cpu_count() or 1
-        self.device = _device()
+        self.nvml = _nvml(torch, device) if device.type == "cuda" else None
 
-    def seen(self, torch: Any) -> list[str]:
+    def seen(self) -> list[str]:
         said = [f"{self.process.cpu_percent() / 100:.1f} of {self.cores} cores", size(self.process.memory_info().rss)]
-        if self.device is not None:
-            nvml, handle = self.device
+        if self.nvml is not None:
+            nvml, handle = self.nvml
             try:
                 memory = nvml.nvmlDeviceGetMemoryInfo(handle)
                 said.append(f"GPU {nvml.nvmlDeviceGetUtilizationRates(handle).gpu} % busy, {size(int(memory.used))} of {size(int(memory.total))}")
             except nvml.NVMLError:
-                self.device = None
-        elif torch.cuda.is_initialized():
-            said.append(f"GPU memory {size(torch.cuda.memory_allocated())}")
+                self.nvml = None
+        elif self.device.type == "cuda":
+            said.append(f"GPU memory {size(self.torch.cuda.memory_allocated(self.device))}")
         return said
 
 
-def _device() -> tuple[Any, Any] | None:
-    """NVML and the handle of the device that this process uses; None where there is no NVML."""
+def _nvml(torch: Any, device: Any) -> tuple[Any, Any] | None:
+    """NVML and its handle of a device, by what no numbering changes; None where there is no NVML."""
     try:
         import pynvml
     except ImportError:
         return None
     try:
         pynvml.nvmlInit()
-        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-        at = int(first) + int(os.environ.get("LOCAL_RANK", "0")) if first.isdigit() else None
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(first) if at is None else pynvml.nvmlDeviceGetHandleByIndex(at)
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     except pynvml.NVMLError:
         return None
 

@@ -59,7 +59,7 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
     if shortest < FEWEST_LOSSES:
         record.verdict, record.why = "not checked", f"only {shortest} losses were seen, too few to compare"
         return record
-    repeatable = again is None or _same_losses(plain[0], again)
+    repeatable = again is None or repeats_itself(plain[0], again)
     checks += [_finite(curves), _resolution(curves)]
     if effect is Effect.EXACT and repeatable:
         checks += [_bitwise_losses(plain, tuned), _bitwise_weights(plain, tuned)]
@@ -142,9 +142,10 @@ def _aligned(plain: TrialRecord, tuned: TrialRecord) -> tuple[list[float], list[
     return [float.fromhex(x) for x in plain.losses[:length]], [float.fromhex(x) for x in tuned.losses[:length]]
 
 
-def _same_losses(a: TrialRecord, b: TrialRecord) -> bool:
-    length = min(len(a.losses), len(b.losses))
-    return a.losses[:length] == b.losses[:length]
+def repeats_itself(plain: TrialRecord, again: TrialRecord) -> bool:
+    """Whether a second plain run with the same seed has the same losses and weights, as far as both went."""
+    length = min(len(plain.losses), len(again.losses))
+    return plain.losses[:length] == again.losses[:length] and _bitwise_weights([plain], [again]).passed
 
 
 def _finite(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:

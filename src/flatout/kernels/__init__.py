@@ -4,6 +4,9 @@ A folder holds ``reference.py`` (plain torch: the meaning), ``in_triton.py`` and
 a program calls: a torch.library operator with its gradient and its fake), ``cases.py`` (shapes and types, for test and bench alike) and
 ``wrong.py`` (variants that the gate must reject). Its ``__init__.py`` is the kernel's page. Adding one is one folder and one line
 here. Importing this file loads neither torch nor Triton.
+
+Beside the folders lies what computes a step otherwise without a kernel of ours: ``graph_*`` records it as CUDA graphs, ``attention_*`` puts torch's fused
+attention in the place of written attention.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Adding a lever is one file and one line here.
 """
 
 from flatout.levers.allocator import LEVER as allocator
+from flatout.levers.attention import LEVER as attention
 from flatout.levers.autocast import LEVER as autocast
 from flatout.levers.batch_size import LEVER as batch_size
 from flatout.levers.batched_transforms import LEVER as batched_transforms
@@ -13,12 +14,15 @@ from flatout.levers.comm_compression import LEVER as comm_compression
 from flatout.levers.compile import LEVER as compile_
 from flatout.levers.cudnn_benchmark import LEVER as cudnn_benchmark
 from flatout.levers.data_parallel import LEVER as data_parallel
+from flatout.levers.ddp_flags import LEVER as ddp_flags
 from flatout.levers.debug_off import LEVER as debug_off
 from flatout.levers.device_prefetch import LEVER as device_prefetch
+from flatout.levers.early_values import LEVER as early_values
 from flatout.levers.fused_ops import LEVER as fused_ops
 from flatout.levers.fused_optimizer import LEVER as fused_optimizer
 from flatout.levers.gc_pause import LEVER as gc_pause
 from flatout.levers.gradient_buckets import LEVER as gradient_buckets
+from flatout.levers.graphs import LEVER as graphs
 from flatout.levers.inplace import LEVER as inplace
 from flatout.levers.loader import LEVER as loader
 from flatout.levers.local_sgd import LEVER as local_sgd
@@ -49,6 +53,7 @@ TABLE: tuple[Lever, ...] = (
     data_parallel,
     sharding,
     local_sgd,
+    ddp_flags,
     comm_compression,
     gradient_buckets,
     tf32,
@@ -56,12 +61,15 @@ TABLE: tuple[Lever, ...] = (
     reduced_precision,
     channels_last,
     autocast,
+    attention,
+    fused_ops,
     compile_,
     memory_budget,
-    fused_ops,
     inplace,
     recompute,
     offload,
     fused_optimizer,
     optimizer_state,
+    graphs,
+    early_values,
 )

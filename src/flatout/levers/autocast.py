@@ -36,7 +36,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     if others:
         return Skip(f"the program trains parameters that are not float32 ({', '.join(others)})")
     if scene.device_type == "cuda":
-        if torch.cuda.get_device_capability()[0] >= 8:
+        if torch.cuda.get_device_capability(scene.device)[0] >= 8:
             return Options(("bfloat16",))
         return Skip("the program scales its losses with a GradScaler already") if scene.scalers else Options(("float16",))
     if scene.device_type == "cpu":
@@ -91,7 +91,7 @@ class _LossScale:
         self.torch = scene.torch
         self.scale = FIRST_SCALE
         self.good_steps = 0
-        self.overflow = False
+        self._overflow: dict[Any, Any] = {}  # by device, whether a gradient was infinite: on the device, and read once a step
         self._inside = False
         self._hooked: Any = WeakIdKeyDictionary((p, p.register_hook(self._unscale)) for p in scene.parameters)
         ledger.call("gradient hooks", lambda: [handle.remove() for handle in list(self._hooked.values())])
@@ -125,16 +125,17 @@ class _LossScale:
 
     def _unscale(self, grad: Any) -> Any:
         grad = grad / self.scale
-        if not bool(self.torch.isfinite(grad).all()):
-            self.overflow = True
-            return self.torch.zeros_like(grad)
-        return grad
+        infinite = ~self.torch.isfinite(grad).all()
+        known = self._overflow.get(grad.device)
+        self._overflow[grad.device] = infinite if known is None else known | infinite
+        return grad.masked_fill(infinite, 0.0)
 
     def _guarded(self, step: Any) -> Any:
         @wraps(step)  # learning-rate schedulers look for their mark on it, and warn where it is gone
         def step_unless_overflow(*args: Any, **kwargs: Any) -> Any:
-            if self.overflow:
-                self.scale, self.overflow, self.good_steps = self.scale / 2, False, 0
+            overflow, self._overflow = any(bool(infinite) for infinite in self._overflow.values()), {}
+            if overflow:
+                self.scale, self.good_steps = self.scale / 2, 0
                 return None
             self.good_steps += 1
             if self.good_steps % STEPS_BEFORE_GROWTH == 0:

@@ -2,8 +2,9 @@
 
 What it does: what the ranks exchange after each backward pass travels as bfloat16 ("bf16"), as float16 with a scale for each bucket that follows its
     numbers ("fp16"), or as two thin matrices for each weight ({kind = "powersgd", rank = 2, after = 100}: the first 100 passes as they are; what two
-    thin matrices do not hold is added to the next pass). Gradients that earlier passes have accumulated stay as they are. Every rank changes at the same
-    pass. PowerSGD is chosen by name only.
+    thin matrices do not hold is added to the next pass). Every rank changes at the same pass. PowerSGD is chosen by name only. On ranks that flatout started,
+    gradients that earlier passes have accumulated stay as they are. A script's own DistributedDataParallel sends through a communication hook, what was
+    accumulated included, unless the script has registered a hook itself.
 Why it is faster: half the bytes ("bf16", "fp16"), or a few percent of them, cross a link that is the wall.
 When it does not help: where the exchange hides behind the backward pass, where the ranks share a machine, where casting costs as much as is saved;
     PowerSGD computes for each matrix, in two exchanges that wait for one another.
@@ -22,19 +23,28 @@ from typing import Any
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
-from flatout.ranks.absent import why_none
+from flatout.ranks.absent import why_left_alone, why_none
 
+ONLY = "this lever acts on a DistributedDataParallel, or on ranks that `flatout run --procs N` starts"
 NAME = "comm_compression"
 CHANGES = "PowerSGD changes the maths: updates are of low rank, and what they leave out comes later; the first {after} backward passes travel as they are"
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if scene.divided is None:
-        return Skip(why_none(scene.torch))
-    parameters, torch = scene.divided.that_train(), scene.torch
+    if why := _why_not(scene):
+        return Skip(why)
+    torch = scene.torch
+    parameters = scene.divided.that_train() if scene.divided is not None else [p for ddp in scene.ddp_modules for p in ddp.parameters() if p.requires_grad]
     if parameters and not any(p.dtype in (torch.float32, torch.float64) for p in parameters):
         return Skip("no gradient is float32 or float64, and only those are compressed")
     return Options(("bf16", "fp16"))
+
+
+def _why_not(scene: Any) -> str:
+    """Why no gradients travel here that this lever could compress, or nothing."""
+    if scene.divided is not None:
+        return ""
+    return why_left_alone(scene.ddp_modules) if scene.ddp_modules else why_none(scene.torch, ONLY)
 
 
 def _way(value: Any) -> Any:
@@ -59,21 +69,28 @@ def check(value: Value) -> None:
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     """Raises TypeError for a value that is none, LookupError where there are no ranks."""
     way = _way(value)
-    if scene.divided is None:
-        raise LookupError(why_none(scene.torch))
+    _send_by(scene, way, ledger)
     if way.name.startswith("powersgd"):
         scene.report(NAME, CHANGES.format(after=way.name.rpartition(" ")[2]))
-    ledger.set(scene.divided, "wanted", replace(scene.divided.wanted, way=way))
     return ledger.restore
+
+
+def _send_by(scene: Any, way: Any, ledger: Any) -> None:
+    from flatout.ranks.script_ddp import change
+
+    if why := _why_not(scene):
+        raise LookupError(why)
+    if scene.divided is None:
+        change(scene, ledger, way=way)
+    else:
+        ledger.set(scene.divided, "wanted", replace(scene.divided.wanted, way=way))
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:
     """A sum that nobody divides by the number of ranks."""
     from flatout.ranks.wire import Brain, Way
 
-    if scene.divided is None:
-        raise LookupError(why_none(scene.torch))
-    ledger.set(scene.divided, "wanted", replace(scene.divided.wanted, way=Way("bf16, not divided", lambda torch, world: Brain(torch, 1))))
+    _send_by(scene, Way("bf16, not divided", lambda torch, world: Brain(torch, 1)), ledger)
     return ledger.restore
 
 
@@ -90,5 +107,5 @@ def half(value: Value) -> str:
     return {"bf16": "bfloat16 gradients between ranks", "fp16": "float16 gradients between ranks"}.get(str(value), "gradients of low rank between ranks")
 
 
-LEVER = Lever(NAME, Moment.STEP, Effect.PRECISION, applies, code, apply=apply, live=True, known_bad=known_bad, needs=("data_parallel",), excludes=("sharding",),
-              check=check, half=half, page=__doc__)
+LEVER = Lever(NAME, Moment.STEP, Effect.PRECISION, applies, code, apply=apply, live=True, known_bad=known_bad, excludes=("sharding",), check=check, half=half,
+              page=__doc__)

@@ -1,7 +1,8 @@
 """Compile the root modules with torch.compile.
 
-What it does: replaces the forward of each root module by its compiled form, in place: names, types and state_dict stay.
-    "default" fuses operations; "reduce-overhead" also records CUDA graphs of the steps that train; "max-autotune-no-cudagraphs" tries more kernels.
+What it does: replaces the forward of each root module by its compiled form, in place: names, types and state_dict stay. Under fused_ops the wide last
+    layer and what calls it stay outside, and the largest parts of the module beside it are compiled.
+    "default" fuses operations; "max-autotune-no-cudagraphs" tries more kernels. The lever graphs records what was compiled as CUDA graphs.
 Why it is faster: fused element-wise operations touch memory once, and a step is launched without Python in between.
 When it does not help: short runs (compiling takes seconds to minutes), shapes that change every step, double backward.
 What it can change: rounding. Random draws stay those of the plain program (fallback_random).
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from typing import Any
 
 from flatout.plan.facts import Facts
@@ -36,7 +38,7 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     if scene.device_type == "cpu" and shutil.which(compiler.split()[0] if compiler.split() else "g++") is None:
         return Skip(f"compiling for the CPU needs a C++ compiler, and {compiler} was not found; install it (`apt-get install g++`) or name another one in CXX")
     if scene.device_type == "cuda":
-        return Options(("default", "reduce-overhead", "max-autotune-no-cudagraphs"))
+        return Options(("default", "max-autotune-no-cudagraphs"))
     return Options(("default",))
 
 
@@ -45,6 +47,8 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     from torch._inductor import config
 
     ledger.set(config, "fallback_random", True)
+    if scene.graph_passes:
+        ledger.set(config, "pre_grad_custom_pass", _passes(scene.graph_passes))
     distribution = torch.distributions.Distribution  # the first torch.compile of a process switches its argument checks off
     ledger.call("argument checks", lambda checks=distribution._validate_args: distribution.set_default_validate_args(checks))
     mode = None if value == "default" else str(value)
@@ -57,36 +61,59 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
         def compiled_or_plain(*args: Any, **kwargs: Any) -> Any:
             if state["broken"] or scene.looks_for_roots:
                 return forward(*args, **kwargs)
-            if mode == "reduce-overhead" and not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
             shapes = _shapes(args, kwargs, torch)
             compiled = of_one_shape if state.setdefault("shapes", shapes) == shapes else of_any_shape
             try:
-                found = compiled(*args, **kwargs)
-                return _cloned(found, torch) if mode == "reduce-overhead" else found
+                return compiled(*args, **kwargs)
             except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
                 state["broken"] = True
                 scene.report("compile", f"it failed and the plain module is used ({type(error).__name__})")
                 return forward(*args, **kwargs)
+        compiled_or_plain.compiled = True  # type: ignore[attr-defined]  # a mode that sees operators would make it compile once more
         return compiled_or_plain
 
-    for root in scene.roots:
-        scene.wrap_forward(scene.without_ranks(root), wrapper, ledger)
+    outside = {id(module) for module in scene.uncompiled}
+    for root in map(scene.without_ranks, scene.roots):
+        if outside.isdisjoint(map(id, root.modules())):
+            scene.wrap_forward(root, wrapper, ledger)
+            continue
+        for part in _parts(root, outside, torch.nn.Module.forward):
+            scene.wrap_forward(part, wrapper, ledger)
+        scene.wrap_forward(root, _of_compiled_parts, ledger)
     return ledger.restore
 
 
-def _cloned(found: Any, torch: Any) -> Any:
-    """What the script may keep: a CUDA graph writes its outputs into the same memory again."""
-    if isinstance(found, torch.Tensor):
-        return found.clone()
-    if isinstance(found, dict):
-        for name, each in found.items():  # in place: an output of transformers is a dictionary of its own class
-            found[name] = _cloned(each, torch)
-        return found
-    if isinstance(found, (list, tuple)):
-        parts = [_cloned(each, torch) for each in found]
-        return type(found)(*parts) if hasattr(found, "_fields") else type(found)(parts)
-    return found
+def _parts(module: Any, outside: set[int], missing: Any) -> list[Any]:
+    """The largest parts of a module that hold none of those that stay outside, and more than one layer each. A container that is not called has no forward."""
+    if outside.isdisjoint(map(id, module.modules())) and type(module).forward is not missing:
+        return [module] if any(True for _ in module.children()) else []
+    return [part for child in module.children() for part in _parts(child, outside, missing)]
+
+
+def _of_compiled_parts(forward: Any) -> Any:
+    def passed(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    passed.compiled = True  # type: ignore[attr-defined]
+    return passed
+
+
+def _passes(passes: list[Any]) -> Any:
+    """What other levers do to a graph, in a form that the compiler's caches tell apart."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    held = tuple(passes)
+
+    class Passes(CustomGraphPass):
+        def __call__(self, graph: Any) -> None:
+            for each in held:
+                each(graph)
+
+        def uuid(self) -> Any:
+            sources = {*(each.__module__ for each in held), *(str(getattr(used, "__module__", "")) for each in held for used in each.__globals__.values())}
+            return get_hash_for_files(tuple(sorted(str(sys.modules[name].__file__) for name in sources if name.startswith("flatout."))))
+
+    return Passes()
 
 
 def _shapes(args: Any, kwargs: Any, torch: Any) -> tuple[Any, ...]:
@@ -118,4 +145,4 @@ def code(value: Value) -> str:
 
 
 LEVER = Lever("compile", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, warms_up=True, known_bad=known_bad,
-              after=("channels_last", "autocast"), page=__doc__)
+              after=("channels_last", "autocast", "attention", "fused_ops"), page=__doc__)

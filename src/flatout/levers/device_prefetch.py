@@ -1,8 +1,8 @@
 """Copy the next batches to the GPU while the model works on this one.
 
-What it does: takes batches from the loader ahead of the script, pins them and copies them on a stream of their own. The script
-    receives the same host tensors as before, and when it moves one to the GPU it is handed the copy.
-Why it is faster: the copy no longer stands between two steps.
+What it does: pins each batch and copies it on a stream of its own, as soon as it is made; with a depth of 1 or 2, batches are taken from the loader ahead of
+    the script. The script receives the same host tensors as before, and when it moves one to the GPU it is handed the copy.
+Why it is faster: the copy no longer stands between two steps. A copy from memory that is not pinned makes the host wait for all that is queued on the GPU.
 When it does not help: small batches; loaders that are the wall themselves; data that is on the GPU already.
 What it can change: nothing: a copy is handed out only while the host tensor still is what was copied. Batches are only taken ahead
     where loader workers draw for them, so that no random number of the program's own comes in another order.
@@ -18,45 +18,41 @@ from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
 
-DEPTHS = (1, 2)
-OWN_ORDER = "the training DataLoader has a sampler ({name}) that may depend on earlier steps, so its batches are not made ahead of time"
+DEPTHS = (1, 2)  # batches that are taken ahead
+IN_ORDER = 0
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     if scene.device_type != "cuda" and (scene.backwards or not facts.cuda):  # before the first step the device is not known
         return Skip("no parameter of the program is on a CUDA device")
-    if scene.backwards:
-        from flatout.pipeline.streams import has_own_order, own_order
+    if not scene.backwards:
+        return Options((*DEPTHS, IN_ORDER))
+    live = scene.training_loaders
+    if not scene.loaders:
+        return Skip("no torch DataLoader was made in this process, so its batches come from elsewhere")
+    if not live:
+        return Skip("the training DataLoader no longer exists, so all of its batches were taken before")
+    return Options((*DEPTHS, IN_ORDER) if any(loader.num_workers and not _has_own_order(loader) for loader in live) else (IN_ORDER,))
 
-        live = scene.training_loaders
-        if not scene.loaders:
-            return Skip("no torch DataLoader was made in this process, so its batches come from elsewhere")
-        if not live:
-            return Skip("the training DataLoader no longer exists, so all of its batches were taken before")
-        if all(has_own_order(loader.sampler, loader.batch_sampler) for loader in live):
-            return Skip(OWN_ORDER.format(name=own_order(live[0].sampler, live[0].batch_sampler)))
-        if not any(loader.num_workers for loader in live):
-            return Skip("the training DataLoader has no workers, and batches that the program takes ahead could change the order of random numbers; "
-                        "set num_workers=1 or more")
-    return Options(DEPTHS)
+
+def _has_own_order(loader: Any) -> bool:
+    from flatout.pipeline.streams import has_own_order
+
+    return has_own_order(loader.sampler, loader.batch_sampler)
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise TypeError(f"the value of device_prefetch is a number of batches, not {value!r}")
     from flatout.pipeline.device import Twins, hand_out
     from flatout.pipeline.feed import Feed
-    from flatout.pipeline.streams import has_own_order
 
     twins = Twins()
     hand_out(twins, ledger)
 
     def copied(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
-        if has_own_order(loader.sampler, loader.batch_sampler):
-            return feed
         feed = feed or Feed(loader)
-        feed.copies = (int(value), twins)
-        feed.listeners["copies"] = lambda sentence: scene.report("device_prefetch", sentence)
+        feed.copies = (IN_ORDER if _has_own_order(loader) else int(value), twins)
         return feed
 
     scene.feed_loaders(copied, ledger)

@@ -1,7 +1,7 @@
 """Give the DataLoader the number of workers that is fastest here: more, or fewer, or a thread in their place.
 
 What it does: chooses workers, prefetching, persistent workers and, with a CUDA device, pinned memory with copies that do
-    not block; or makes batches ahead in a thread of the program itself. Batch size, order, sampler and collation stay.
+    not block, also without workers; or makes batches ahead in a thread of the program itself. Batch size, order, sampler and collation stay.
 Why it is faster: workers prepare batches while the model computes; persistent ones are not started again each epoch.
     Fewer are faster where workers and the model fight for the same cores; a thread copies nothing between processes.
 When it does not help: batches that are ready at once; more workers than cores; a thread, where Python itself makes the batches.
@@ -39,20 +39,19 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     from flatout.pipeline.streams import can_stand_in, has_own_order, own_order, seeds_itself
 
     live = scene.training_loaders
+    pin: dict[str, Any] = {"pin": True} if scene.device_type == "cuda" else {}
     if live and all(has_own_order(loader.sampler, loader.batch_sampler) for loader in live):
         return Skip(OWN_ORDER.format(name=own_order(live[0].sampler, live[0].batch_sampler)))
     asked, cores, random = usable[0]["asked_workers"], max(1, facts.cores), scene.data_is_random()
     if random and asked >= cores and not any(map(seeds_itself, scene.live_loaders)):
-        return Options(tuple({"workers": n} for n in range(asked - 1, -1, -1) if can_stand_in(n, asked))[:4], effect=Effect.EXACT)
+        return Options(tuple({"workers": n, **pin} for n in range(asked - 1, -1, -1) if can_stand_in(n, asked))[:4], effect=Effect.EXACT)
     counts = [n for n in dict.fromkeys((1, min(2, cores), cores // 2, cores, 0)) if n != asked and n >= 0]
-    values: list[Value] = []
-    if scene.device_type == "cuda":
-        values = [{"workers": n, "pin": True} for n in dict.fromkeys((min(8, cores - 1), asked, *counts)) if n > 0]
-    else:
-        values = [{"workers": n} for n in counts]
+    values: list[Value] = [{"workers": n} for n in counts]
+    if pin:  # the ones that the script asked for, too: with none, its own thread pins each batch
+        values = [{"workers": n, **pin} for n in dict.fromkeys((min(8, cores - 1), asked, *counts)) if n > 0 or n == asked]
     if asked:
         values.append({"workers": asked, "persistent": True})
-    return Options((*values[:3], *(({"threads": 1},) if not random else values[3:4])), effect=Effect.RESAMPLED if random else Effect.EXACT)
+    return Options((*values[:3], *(({"threads": 1, **pin},) if not random else values[3:4])), effect=Effect.RESAMPLED if random else Effect.EXACT)
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
@@ -124,7 +123,7 @@ def _copy_without_waiting(torch: Any, ledger: Any) -> None:
     really_to, really_cuda = torch.Tensor.to, torch.Tensor.cuda
 
     def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if not tensor.is_cuda and args and not kwargs.get("non_blocking") and len(args) == 1 and _is_cuda(torch, args[0]) and tensor.is_pinned():
+        if not tensor.is_cuda and _moves_alone(torch, args, kwargs) and tensor.is_pinned():
             kwargs["non_blocking"] = True
         return really_to(tensor, *args, **kwargs)
 
@@ -135,6 +134,13 @@ def _copy_without_waiting(torch: Any, ledger: Any) -> None:
 
     ledger.set(torch.Tensor, "to", to)
     ledger.set(torch.Tensor, "cuda", cuda)
+
+
+def _moves_alone(torch: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether ``tensor.to`` is asked for a CUDA device, and for nothing else."""
+    if len(args) + ("device" in kwargs) != 1 or kwargs.get("non_blocking") or kwargs.keys() - {"device", "non_blocking"}:
+        return False
+    return _is_cuda(torch, args[0] if args else kwargs["device"])
 
 
 def _is_cuda(torch: Any, target: Any) -> bool:

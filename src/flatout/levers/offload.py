@@ -34,10 +34,11 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
+    if scene.device_type == "cuda":
+        ledger.call("pinned memory", lambda: _give_back(scene.torch, scene.device))  # after all else is undone
     if value == "activations":
         torch = scene.torch
-        stream = torch.cuda.Stream(scene.device) if scene.device_type == "cuda" else None
-        hooks = Offloading(torch, scene.device_type, stream)
+        hooks = Offloading(torch, scene.device_type)
         for root in scene.roots:
             scene.wrap_forward(scene.without_ranks(root), _offloading(torch, hooks), ledger)
     elif value == "optimizer":
@@ -87,8 +88,14 @@ def _state_away(torch: Any, optimizer: Any, ledger: Any) -> None:
 
 
 def _pinned(torch: Any, held: Any) -> Any:
-    there = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, pin_memory=True)
+    there = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="cpu", pin_memory=True)  # whatever the script's default device is
     return there.copy_(held, non_blocking=True)
+
+
+def _give_back(torch: Any, device: Any) -> None:
+    """torch keeps pinned blocks for the next tensor that asks for such memory, which the machine lacks meanwhile."""
+    torch.cuda.synchronize(device)  # a block is free once the last copy from it has ended
+    torch._C._host_emptyCache()
 
 
 def known_bad(scene: Any, value: Value, ledger: Any) -> Undo:

@@ -1,7 +1,8 @@
-"""Keep the whole data set on the GPU and make batches there.
+"""Keep the whole data set on the GPU, or beside it, and make batches there.
 
 What it does: samples are kept as they are before anything random happens to them, as `cached_prefix` does, but on the GPU; a batch is
-    gathered and transformed there. The script receives the same host tensors as before, and when it moves one to the GPU it is
+    gathered and transformed there. With "host", samples stay in host memory, and the bytes of a batch are copied before they are transformed.
+    The script receives the same host tensors as before, and when it moves one to the GPU it is
     handed the one that is there already.
 Why it is faster: a small GPU makes batches faster than many cores, and the program's own thread only starts the work.
 When it does not help: sets that do not fit; transforms that need samples one by one; programs that wait for the model anyway.
@@ -20,27 +21,33 @@ from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
 
 MIB = 2**20
-SHARE = 4  # a quarter of the GPU's memory is the most
+SHARE = 4  # a quarter of the GPU's memory is the most, or of the host's
 
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
-    if not facts.cuda or (scene.backwards and scene.device_type != "cuda"):
+    gpu = facts.gpu(scene.device.index)
+    if gpu is None or (scene.backwards and scene.device_type != "cuda"):
         return Skip("the program does not train on a CUDA device")
-    most = facts.gpus[0].memory_bytes // MIB // SHARE
+    most = gpu.memory_bytes // MIB // SHARE
     if not scene.backwards:  # before a loader is iterated over nothing can be seen; the rule looks at each one
         return Options(({"mib": most},))
     from flatout.pipeline.feed import tried
     from flatout.pipeline.keeping import Keep, Memory
 
+    beside = facts.memory_bytes // MIB // SHARE
+
     def kept(feed: Any) -> None:
-        feed.batched, feed.keep = True, Keep(Memory(most * MIB))
+        feed.batched, feed.keep = True, Keep(Memory(max(most, beside) * MIB))
 
     feeds, why = tried(scene.training_loaders, kept, type(scene.ledger)())
     if why or all(feed.refusal or feed.keeps_nothing for feed in feeds):
         return Skip(why or feeds[0].refusal or feeds[0].keeps_nothing)
     needed = sum(feed.store.bytes_of_all for feed in feeds if feed.store is not None)
     whole = max(1, -(-needed // MIB))
-    return Options(({"mib": whole},)) if whole <= most else Skip(f"the data takes {whole} MiB, and {most} of the GPU's are for it at most")
+    if whole > max(most, beside):
+        return Skip(f"the data takes {whole} MiB, and {most} of the GPU's or {beside} of the host's are for it at most")
+    values: list[Value] = [{"mib": whole}] if whole <= most else []
+    return Options((*values, {"mib": whole, "host": True}) if whole <= beside else tuple(values))
 
 
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
@@ -54,7 +61,7 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
 
     torch = scene.torch
     if not torch.cuda.is_available():
-        raise LookupError("there is no CUDA device to keep data on")
+        raise LookupError("there is no CUDA device to make batches on")
     twins, keep = Twins(), Keep(Memory(value["mib"] * MIB), ahead=True, handed_on=scene.handed_on)
     hand_out(twins, ledger)
 
@@ -64,7 +71,9 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     def resident(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
         feed = feed or Feed(loader)
         feed.batched, feed.keep = True, keep
-        feed.resident = None if feed.keeps_nothing else Resident(torch.device("cuda", torch.cuda.current_device()), twins)
+        # Where the optimizers' weights are; a script that makes them later is taken to use the current device.
+        device = scene.device if scene.device_type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+        feed.resident = None if feed.keeps_nothing else Resident(device, twins, bool(value.get("host")))
         feed.as_workers = asked.get("num_workers", 0) if not seeds_itself(loader) else 0
         feed.listeners["keep"] = feed.listeners["batched"] = lambda sentence: scene.report("resident_data", sentence)
         return feed

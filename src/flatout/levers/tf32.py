@@ -20,9 +20,10 @@ from flatout.plan.words import Effect, Moment
 
 def applies(facts: Facts, scene: Any) -> Options | Skip:
     torch = scene.torch
-    if scene.device_type != "cuda" and not any(p.is_cuda for p in scene.parameters):
+    device = next((p.device for p in scene.parameters if p.is_cuda), None)
+    if scene.device_type != "cuda" and device is None:
         return Skip("no parameter of the program is on a CUDA device")
-    if torch.cuda.get_device_capability()[0] < 8:
+    if torch.cuda.get_device_capability(device)[0] < 8:
         return Skip("this GPU has no TF32, which needs compute capability 8.0 or higher")
     if torch.are_deterministic_algorithms_enabled():
         return Skip("deterministic algorithms are switched on, so the precision is left as it is")

@@ -61,7 +61,8 @@ class Recogniser:
             raise LoopError("the loader gives one sample at a time, so it cannot be tried out whether the loss is a mean or a sum over samples. "
                             "Say so: reduction=\"mean\" or reduction=\"sum\".")
         divisions = [[few, size - few] for few in sorted({1, max(1, size // 3)})]  # one may add up by chance
-        with kept_random_state(self.torch), self._kept_buffers(), self.torch.no_grad():
+        device = next((p.device for p in self.model.parameters()), None)
+        with kept_random_state(self.torch, device), self._kept_buffers(), self.torch.no_grad():
             with self._without_dropout():
                 whole, again = self._loss(batch), self._loss(batch)
                 if self._same(whole.loss, again.loss, whole.loss):

@@ -17,6 +17,9 @@ class Clock(Protocol):
 
     def elapsed_ms(self, start: Any, end: Any) -> float: ...
 
+    def wait_for(self, mark: Any) -> None:
+        """Wait until this has happened."""
+
     def settle(self) -> None:
         """Wait until everything marked so far has happened."""
 
@@ -29,6 +32,9 @@ class HostClock:
 
     def elapsed_ms(self, start: int, end: int) -> float:
         return (end - start) / 1e6
+
+    def wait_for(self, mark: int) -> None:
+        pass
 
     def settle(self) -> None:
         pass
@@ -53,8 +59,11 @@ class CudaClock:
         return event
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        self._wait_for(end)
+        self.wait_for(end)
         return float(start.elapsed_time(end))
+
+    def wait_for(self, mark: Any) -> None:
+        self._wait_for(mark)
 
     def settle(self) -> None:
         self._wait(self._device)

@@ -23,13 +23,22 @@ class Moment:
     modules: dict[str, int] = field(default_factory=dict)
 
 
-def allocations(events: Iterable[Any], on_device: bool) -> list[tuple[int, int]]:
-    """(ns, bytes) of each allocation, and with a minus of each block that was given back, in order of time."""
+def allocations(events: Iterable[Any], device: int | None) -> list[tuple[int, int]]:
+    """(ns, bytes) of each allocation, and with a minus of each block that was given back, in order of time: on the device of this number, or on the host."""
     found = []
     for event in events:
-        if event.name() == "[memory]" and str(event.device_type()).endswith(".CPU") != on_device:
+        if event.name() == "[memory]" and (None if str(event.device_type()).endswith(".CPU") else event.device_index()) == device:
             found.append((event.start_ns(), event.nbytes()))
     return sorted(found)
+
+
+def reserved_for_graphs(torch: Any, device: Any) -> int:
+    """Bytes that pools of CUDA graphs hold on ``device`` beside what the allocator counts as handed out: recorded passes compute in them."""
+    found = 0
+    for segment in torch.cuda.memory_snapshot():
+        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0):
+            found += int(segment["total_size"]) - int(segment["allocated_size"])
+    return found
 
 
 def running_totals(changes: Sequence[tuple[int, int]], before: int) -> list[tuple[int, int]]:

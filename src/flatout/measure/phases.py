@@ -16,7 +16,7 @@ KEPT_STEPS = 512  # a trial of a million steps keeps the phases of its last ones
 
 
 class PhaseRecorder:
-    """Collects the spans of each step. ``data`` is always host time: waiting for the loader is the host's."""
+    """Collects the spans of each step. ``data`` is host time, since the host waits for the loader; what the device has worked meanwhile is no part of it."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -24,7 +24,6 @@ class PhaseRecorder:
         self._open: dict[str, Any] = {}
         self._spans: list[tuple[str, Any, Any]] = []
         self._steps: list[tuple[Any, Any, list[tuple[str, Any, Any]]]] = []
-        self._cuda = clock.name == "cuda"
 
     def begin(self, phase: str) -> None:
         self._open[phase] = self._host.mark() if phase == "data" else self.clock.mark()
@@ -70,6 +69,7 @@ class PhaseRecorder:
             # A closure runs forward and backward inside the optimizer's step: they are not the optimizer's time.
             if row["optimizer"] >= within > 0 and sum(row.values()) > 1.02 * length:
                 row["optimizer"] -= within
+            row["data"] = min(row["data"], max(0.0, length - (sum(row.values()) - row["data"])))
             row["other"] = max(0.0, length - sum(row.values()))
             rows.append(row)
             total += length

@@ -56,6 +56,11 @@ class Ahead:
         self._pool.shutdown(wait=False)
         raise StopIteration
 
+    @property
+    def works(self) -> bool:
+        """Whether the thread makes the batches."""
+        return self._pool is not None
+
     def _first(self, iterator: Any) -> Any:
         index = iterator._next_index()  # a sampler draws its order when it is first asked
         before = states(self._own)

@@ -55,6 +55,10 @@ class Lane:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
+def as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class Twins:
     """Which host tensor has a twin on which device. A host tensor that was noticed tells where it was moved to."""
 
@@ -93,15 +97,19 @@ class Twins:
 
 
 class Resident:
-    """A device on which kept samples lie: a batch is made there, and the host tensors that the script receives have their twins."""
+    """A device on which batches of kept samples are made; the host tensors that the script receives have their twins.
 
-    def __init__(self, device: torch.device, twins: Twins) -> None:
+    The samples lie there, too, or (``beside``) in host memory, from where those of a batch are copied as they are kept.
+    """
+
+    def __init__(self, device: torch.device, twins: Twins, beside: bool = False) -> None:
         self.device = device
+        self.beside = beside
         self._twins = twins
         self._lane: Lane | None = None
 
-    def made(self, make: Callable[[Callable[[Tensor], Tensor]], Any]) -> Any:
-        """What ``make(to_host)`` answers, once all host copies that it asked for are there."""
+    def made(self, make: Callable[[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], Any]) -> Any:
+        """What ``make(to_host, to_device)`` answers, once all host copies that it asked for are there."""
         if self._lane is None:  # a stream belongs to the process that uses it
             self._lane = Lane(self.device)
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -112,7 +120,7 @@ class Resident:
 
         lane = self._lane
         with lane.open():
-            batch = make(to_host)
+            batch = make(to_host, lane.to_device if self.beside else as_it_is)
         mark = lane.mark()
         if mark is not None:
             mark.synchronize()  # of this lane alone: the model's own work goes on
@@ -124,21 +132,23 @@ class Resident:
 class CopiesAhead:
     """Stands in the place of an iterator's ``_next_data``: takes ``depth`` batches ahead and begins to copy them.
 
-    Only for iterators whose batches may be taken ahead, because nothing is drawn in this process for them. Where the script moves the
-    tensors of a batch to is learned from the first one.
+    With a depth of 0, or while ``may`` answers False, a copy begins as its batch is made, in the plain order: beside what the device still has to do of the
+    step before. Batches may only be taken ahead where nothing is drawn in this process for them. Where the script moves the tensors of a batch to is learned
+    from the first one, and stands in ``goes_to``.
     """
 
-    def __init__(self, iterator: Any, depth: int, twins: Twins) -> None:
+    def __init__(self, iterator: Any, depth: int, twins: Twins, may: Callable[[], bool] = lambda: True, goes_to: dict[int, torch.device] | None = None) -> None:
         self._next = vars(iterator).get("_next_data") or partial(type(iterator)._next_data, weakref.proxy(iterator))
         self._depth = depth
         self._twins = twins
+        self._may = may
         self._ready: deque[Any] = deque()
-        self._goes_to: dict[int, torch.device] = {}
+        self._goes_to = {} if goes_to is None else goes_to
         self._lanes: dict[torch.device, Lane] = {}
         self._ended = False
 
     def __call__(self) -> Any:
-        while not self._ended and len(self._ready) < (self._depth + 1 if self._goes_to else 1):
+        while not self._ended and len(self._ready) < (self._depth + 1 if self._goes_to and self._may() else 1):
             try:
                 batch = self._next()
             except StopIteration:

@@ -50,8 +50,9 @@ class Feed:
         self.keep: Keep | None = None
         self.as_workers = 0  # the batches are drawn as this many loader workers would have drawn them
         self.ahead = 0  # so many batches are made ahead, by a thread
-        self.resident: Resident | None = None  # where all samples are to be kept, and batches made
-        self.copies: tuple[int, Twins] | None = None  # so many batches are copied ahead to where the script moves them
+        self.resident: Resident | None = None  # where batches are to be made, and all samples to be kept
+        self.copies: tuple[int, Twins] | None = None  # batches are copied to where the script moves them, and so many are taken ahead for that
+        self._goes_to: dict[int, torch.device] = {}  # which tensor of a batch the script moves to which device
         self.refusal = self._left_alone = cannot_feed(loader)
         self.keeps_nothing = cannot_keep(loader)  # why samples are not, or no longer, kept
         self.following: Following | None = None
@@ -71,7 +72,7 @@ class Feed:
     def __getstate__(self) -> dict[str, Any]:
         """For a worker that starts from nothing: it reads the pipelines again, from the data set that it is given."""
         signature = self.pipelines.signature() if self.following is not None else None
-        left: dict[str, Any] = {"listeners": {}, "following": None, "_own": [], "_thread": 0, "_stream": None}
+        left: dict[str, Any] = {"listeners": {}, "following": None, "_own": [], "_thread": 0, "_stream": None, "copies": None}
         return {**vars(self), **left, "_ledger_type": INTERCEPTION.ledger_type, "_signature": signature}
 
     @property
@@ -101,6 +102,19 @@ class Feed:
 
     def begin(self, iterator: Any) -> Any:
         """A new iterator over the loader, and with it an epoch: what stands in the data set's place, None where nothing may."""
+        source = self._source(iterator)
+        if self.copies is not None:
+            depth, twins = self.copies
+            thread, elsewhere = vars(iterator).get("_next_data"), iterator._num_workers or self.as_workers
+
+            def may() -> bool:
+                """What this process draws for a batch it draws in the plain order."""
+                return thread.works if isinstance(thread, Ahead) else bool(elsewhere)
+
+            iterator._next_data = CopiesAhead(iterator, depth, twins, may, self._goes_to)
+        return source
+
+    def _source(self, iterator: Any) -> Any:
         if not iterator._auto_collation or self._left_alone:
             self._say_refusal()
             return None
@@ -113,10 +127,6 @@ class Feed:
         self._thread = threading.get_ident()
         if self.ahead and iterator._num_workers == 0:
             iterator._next_data = Ahead(iterator, self.ahead, partial(self._say, "order"), own_generators(self.dataset))
-        if self.copies is not None and (iterator._num_workers or self.as_workers or self.ahead):
-            iterator._next_data = CopiesAhead(iterator, *self.copies)
-        elif self.copies is not None:
-            self._say("copies", "the program makes its batches itself, and taking them ahead would change the order of random numbers")
         return Source(self.dataset, self.__getitems__, WorkerStreams(self.as_workers, iterator._base_seed, self.dataset) if self.as_workers else None)
 
     def prepare(self) -> None:
@@ -185,7 +195,8 @@ class Feed:
             store = self.samples.store
             if store.rows < len(self.dataset) or not can_be_gathered(following.pipelines, store):
                 raise Unknown("not all of it can lie on the device: some samples do not fit, or some transforms need them one by one")
-            store.move_to(self.resident.device)
+            if not self.resident.beside:
+                store.move_to(self.resident.device)
 
     # -- batches ----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
+from flatout.pipeline.device import as_it_is
 from flatout.pipeline.draws import Words, columns
 from flatout.pipeline.finishing import after
 from flatout.pipeline.kept import Program, Result
@@ -16,10 +17,6 @@ from flatout.pipeline.pipelines import Pipelines
 from flatout.pipeline.store import Cell, Store
 
 Numbers = list[Sequence[Any]]
-
-
-def as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def can_be_gathered(pipelines: Pipelines, store: Store) -> bool:
@@ -33,9 +30,10 @@ def program_of(store: Store) -> Program:
     return program
 
 
-def gathered(pipelines: Pipelines, store: Store, rows: Tensor, to_host: Callable[[Tensor], Tensor] = as_it_is) -> Any:
-    """The batch of kept samples, as torch's own collation would make it. ``to_host`` takes what was made where the store is."""
-    columns = store.gather(rows)
+def gathered(pipelines: Pipelines, store: Store, rows: Tensor, to_host: Callable[[Tensor], Tensor] = as_it_is,
+             to_device: Callable[[Tensor], Tensor] = as_it_is) -> Any:
+    """The batch of kept samples, as torch's own collation would make it. ``to_device`` takes what was gathered to where it is transformed, ``to_host`` back."""
+    columns = [to_device(column) for column in store.gather(rows)]
     structure, sources, program = store.template
     entering = [_images(columns[cell.column], cell) for cell in sources]
     numbers = _drawn(pipelines, program, entering, len(rows))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+ASKED_DEVICE = "FLATOUT_DEVICE"  # the variable that names the device of `--device`
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -30,8 +32,17 @@ class Facts:
     how: dict[str, str] = field(default_factory=dict)
 
     @property
+    def asked_device(self) -> str:
+        """The device that the program is redirected to (`--device`); "" where it runs on its own."""
+        return self.environment.get(ASKED_DEVICE, "")
+
+    @property
     def cuda(self) -> bool:
         return bool(self.gpus)
+
+    def gpu(self, index: int | None) -> Gpu | None:
+        """The device that torch gives this number; the first where nobody has said one, or where one alone was asked for. None where there is none."""
+        return self.gpus[index if index is not None and index < len(self.gpus) else 0] if self.gpus else None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

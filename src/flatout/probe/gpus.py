@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 
-from flatout.plan.facts import Gpu
+from flatout.plan.facts import ASKED_DEVICE, Gpu
 
 LIBRARY = "libcuda.so.1"
 TIMEOUT_S = 30.0  # a card without persistence mode takes seconds to initialise
+IMPORT_S = 120.0  # of torch, from a cold disk
 
 PROBE = """
 import ctypes, json
@@ -49,3 +51,33 @@ def visible_gpus() -> tuple[Gpu, ...]:
         return tuple(Gpu(name, memory, (major, minor)) for name, memory, major, minor in json.loads(asked.stdout))
     except (OSError, subprocess.SubprocessError, ValueError):
         return ()
+
+
+def gpus_asked_for() -> tuple[Gpu, ...]:
+    """Those that a program started here trains on: all that are visible, or what `--device` leaves of them."""
+    index = os.environ.get(ASKED_DEVICE, "").partition(":")[2]
+    gpus = visible_gpus()  # none are, where another kind of device was asked for
+    return gpus[int(index):int(index) + 1] if index else gpus
+
+
+DEVICES = """
+import json, torch
+found = {"cpu": ""}
+for kind in (torch.cuda, torch.xpu):
+    for at in range(kind.device_count() if kind.is_available() else 0):
+        found[f"{kind.__name__.rpartition('.')[2]}:{at}"] = kind.get_device_name(at)
+if torch.backends.mps.is_available():
+    found["mps"] = ""
+print(json.dumps(found))
+"""
+
+
+def devices_of_torch(python: str | None = None) -> dict[str, str] | None:
+    """The devices that the torch of this interpreter sees, with their names; None where there is no torch, or it does not answer."""
+    env = {name: value for name, value in os.environ.items() if name != ASKED_DEVICE}
+    try:
+        asked = subprocess.run([python or sys.executable, "-c", DEVICES], env=env, capture_output=True, text=True, timeout=IMPORT_S, check=True)
+        found: dict[str, str] = json.loads(asked.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+    return found

@@ -8,13 +8,13 @@ import os
 import platform
 from pathlib import Path
 
-from flatout.plan.facts import Facts
+from flatout.plan.facts import ASKED_DEVICE, Facts
 from flatout.probe.cgroup import group
-from flatout.probe.gpus import visible_gpus
+from flatout.probe.gpus import gpus_asked_for
 
 WATCHED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "GLIBC_TUNABLES",
            "CUDA_VISIBLE_DEVICES", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_CONF",
-           "MIMALLOC_PURGE_DELAY")
+           "MIMALLOC_PURGE_DELAY", ASKED_DEVICE)
 DISTRIBUTIONS = ("torch", "torchvision", "numpy", "lightning", "triton", "cmeel-mimalloc")
 LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/lib64", "/lib")
 ALLOCATORS = {"tcmalloc": ("libtcmalloc_minimal.so.*", "libtcmalloc.so.*"), "jemalloc": ("libjemalloc.so.*",), "mimalloc": ("libmimalloc.so.*",)}
@@ -26,7 +26,7 @@ def look() -> Facts:
            "gpus": "the CUDA driver", "versions": "importlib.metadata", "allocators": "library folders and installed wheels"}
     model, flags = _cpu()
     versions = {name: version for name in DISTRIBUTIONS if (version := _version(name))}
-    return Facts(cpu=model, cores=_cores(), memory_bytes=_memory(), cpu_flags=flags, gpus=visible_gpus(), system=platform.system(),
+    return Facts(cpu=model, cores=_cores(), memory_bytes=_memory(), cpu_flags=flags, gpus=gpus_asked_for(), system=platform.system(),
                  python=platform.python_version(), versions=versions, environment={n: os.environ[n] for n in WATCHED if n in os.environ},
                  allocators=_allocators(), how=how)
 

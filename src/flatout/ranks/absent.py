@@ -1,4 +1,6 @@
-"""Why a program has no ranks that flatout started: it has a process group of its own, another launcher started it, or it is one process."""
+"""Why a program has no ranks that flatout started: it has a process group of its own, another launcher started it, or it is one process. And why a
+DistributedDataParallel of its own is left alone.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,38 @@ import os
 from typing import Any
 
 ONLY_OURS = "this lever acts only on ranks that `flatout run --procs N` starts"
-OWN_GROUP = f"the program has made a torch.distributed process group itself, and {ONLY_OURS}"
-OTHER_LAUNCHER = f"another launcher started this process (WORLD_SIZE={{size}}), and {ONLY_OURS}"
+OWN_GROUP = "the program has made a torch.distributed process group itself, and {only}"
+OTHER_LAUNCHER = "another launcher started this process (WORLD_SIZE={size}), and {only}"
+ONE_RANK = "the program's DistributedDataParallel has one rank, so nothing travels"
+OWN_HOOK = "the script has registered a communication hook of its own, which stays"
+MADE_WITH = "the program's DistributedDataParallel has {what}, and such a one is left alone"
+OUR_HOOK = "gradients sent by flatout"  # the name under which torch knows it
 ONE_PROCESS = "flatout started the program as one process; `flatout run --procs N` starts it as N ranks"
 
 
-def why_none(torch: Any) -> str:
-    """The reason, for a process that ``data_parallel`` does not divide."""
+def why_none(torch: Any, only: str = ONLY_OURS) -> str:
+    """The reason, for a process that ``data_parallel`` does not divide. ``only``: on which ranks the lever acts."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
-        return OWN_GROUP
+        return OWN_GROUP.format(only=only)
     size = os.environ.get("WORLD_SIZE", "")  # torchrun, accelerate and others; the group is made later, or never
-    return OTHER_LAUNCHER.format(size=size) if size.isdigit() and int(size) > 1 else ONE_PROCESS
+    return OTHER_LAUNCHER.format(size=size, only=only) if size.isdigit() and int(size) > 1 else ONE_PROCESS
+
+
+def why_left_alone(ddps: list[Any]) -> str:
+    """Why nothing can be changed in how DistributedDataParallel modules of the script exchange, or nothing. The same on every rank."""
+    for ddp in ddps:
+        if ddp._delay_all_reduce_params:
+            return MADE_WITH.format(what="delay_all_reduce_named_params")
+        told = ddp._get_ddp_logging_data()
+        if told["world_size"] < 2:
+            return ONE_RANK
+        if told.get("comm_hook", OUR_HOOK) != OUR_HOOK:
+            return OWN_HOOK
+        parameters, sparse = ddp._build_params_for_reducer()
+        unknown = {"mixed_precision": ddp.mixed_precision is not None,
+                   "skip_all_reduce_unused_params": getattr(ddp, "skip_all_reduce_unused_params", False), "sparse gradients": any(sparse),
+                   "the compiler's reducer": ddp._use_python_reducer, "parameters that were frozen later": len(parameters) != told["num_parameter_tensors"]}
+        if any(unknown.values()):
+            return MADE_WITH.format(what=next(name for name, given in unknown.items() if given))
+    return ""

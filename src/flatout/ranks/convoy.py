@@ -29,10 +29,10 @@ class Traffic:
 
 
 class Convoy:
-    """One exchange: ``leave`` for each bucket, then ``arrive``."""
+    """One exchange: ``leave`` for each bucket, then ``arrive``. ``group``: of ranks, None for all."""
 
-    def __init__(self, torch: Any, wire: Wire) -> None:
-        self.torch, self.wire = torch, wire
+    def __init__(self, torch: Any, wire: Wire, group: Any = None) -> None:
+        self.torch, self.wire, self.group = torch, wire, group
         self.sent_bytes = self.collectives = 0
         self._device = "cpu"
         self._under_way: list[tuple[Sending, Any]] = []
@@ -65,7 +65,7 @@ class Convoy:
     def _start(self, tensor: Any) -> Any:
         self.sent_bytes += tensor.numel() * tensor.element_size()
         self.collectives += 1
-        return self.torch.distributed.all_reduce(tensor, async_op=True)
+        return self.torch.distributed.all_reduce(tensor, group=self.group, async_op=True)
 
 
 def buckets_of(parameters: Sequence[Any], most_bytes: int | None) -> list[list[int]]:

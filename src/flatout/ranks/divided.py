@@ -102,7 +102,7 @@ class Divided:
         parameters = [*module.parameters()]
         if not self.joined:
             self.joined = True
-            join(self.torch, self.here, parameters[0].device.type, self.ledger)
+            join(self.torch, self.here, parameters[0].device, self.ledger)
         self.roots.append(weakref.ref(module))
         self._make_equal([*(p for p in parameters if not self._is_sharded(p)), *module.buffers()])
         if self.sharding is not None:

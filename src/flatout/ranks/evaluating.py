@@ -31,7 +31,7 @@ class Evaluating:
         if module in self._divides:
             return self._gathered(self._own(forward, args, kwargs, samples), samples)
         whole = forward(*args, **kwargs)
-        self._divides[module] = found = self._tried(forward, args, kwargs, samples, whole)
+        self._divides[module] = found = self._tried(module, forward, args, kwargs, samples, whole)
         if not found:
             self.scene.report(NAME, STAYS_WHOLE)
         return whole
@@ -44,7 +44,7 @@ class Evaluating:
     def _gathered(self, mine: Any, samples: int) -> Any:
         return put_together(self.torch, mine, share(samples, self.here.rank, self.here.world_size), self.here.world_size)
 
-    def _tried(self, forward: Callable, args: tuple, kwargs: dict, samples: int, whole: Any) -> bool:
+    def _tried(self, module: Any, forward: Callable, args: tuple, kwargs: dict, samples: int, whole: Any) -> bool:
         """Decided alike by all ranks: none goes to meet the others where one of them cannot."""
         from torch.utils._pytree import tree_leaves
 
@@ -56,11 +56,12 @@ class Evaluating:
                 can = bool(leaves) and all(Rows.of(list(leaf.shape), part) is not None for leaf in leaves)
             except Exception:  # a shape that is written into the model: the whole batch has just gone through
                 mine, can = None, False
-        if not self._all(can):
+        device = next(module.parameters()).device
+        if not self._all(can, device):
             return False
         found = self._gathered(mine, samples)
         pairs = list(zip(tree_leaves(found), tree_leaves(whole), strict=False))
-        return self._all(len(tree_leaves(found)) == len(tree_leaves(whole)) and all(self._alike(a, b) for a, b in pairs))
+        return self._all(len(tree_leaves(found)) == len(tree_leaves(whole)) and all(self._alike(a, b) for a, b in pairs), device)
 
     def _alike(self, a: Any, b: Any) -> bool:
         if not isinstance(a, self.torch.Tensor):
@@ -72,10 +73,8 @@ class Evaluating:
         largest = float(b.abs().max()) if b.numel() else 0.0
         return bool(self.torch.allclose(a, b, rtol=0.0, atol=ROUNDING * largest, equal_nan=True))
 
-    def _all(self, here: bool) -> bool:
-        flag = self.torch.tensor([float(here)], device=self._device())
+    def _all(self, here: bool, device: Any) -> bool:
+        """Whether all ranks say so. Only NCCL wants the flag on the device of the model."""
+        flag = self.torch.tensor([float(here)], device=device if "nccl" in str(self.torch.distributed.get_backend()) else "cpu")
         self.torch.distributed.all_reduce(flag)
         return float(flag) == self.here.world_size
-
-    def _device(self) -> str:
-        return "cuda" if "nccl" in str(self.torch.distributed.get_backend()) else "cpu"

@@ -12,20 +12,23 @@ from flatout.ranks.alone import for_ourselves
 PATIENCE_S = 1800.0  # torch's own: a rank may evaluate for long before it comes
 
 
-def join(torch: Any, here: Standing, device_type: str, ledger: Any) -> None:
-    """Meet the others. The script must not see it: what asks whether there are ranks would begin to divide by itself."""
+def join(torch: Any, here: Standing, device: Any, ledger: Any) -> None:
+    """Meet the others, who exchange what is on their model's ``device``.
+
+    The script must not see it: one that asks whether there are ranks would begin to divide by itself.
+    """
     distributed, place = torch.distributed, store(torch, here, PATIENCE_S)
-    backend = "gloo" if device_type != "cuda" else _backend_of_cuda(torch, here, place)
+    backend = "gloo" if device.type != "cuda" else _backend_of_cuda(torch, here, place, device)
     for_ourselves(torch)(backend, store=place, rank=here.rank, world_size=here.world_size)
     ledger.call("process group", distributed.destroy_process_group)
     ledger.set(distributed, "is_initialized", lambda: False)
 
 
-def _backend_of_cuda(torch: Any, here: Standing, place: Any) -> str:
+def _backend_of_cuda(torch: Any, here: Standing, place: Any, device: Any) -> str:
     """NCCL wants a device for each rank; ranks that share one exchange through gloo."""
     if not torch.distributed.is_nccl_available():
         return "gloo"
-    place.set(f"device {here.rank}", f"{os.uname().nodename} {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
+    place.set(f"device {here.rank}", f"{os.uname().nodename} {torch.cuda.get_device_properties(device).uuid}")
     devices = {place.get(f"device {rank}") for rank in range(here.world_size)}
     return "cpu:gloo,cuda:nccl" if len(devices) == here.world_size else "gloo"
 

@@ -28,7 +28,7 @@ AFTER = 100  # passes; the published code compresses from the first one, torch's
 class PowerSGD:
     """``after`` passes travel as they are; a matrix is compressed where that divides its numbers by ``saving`` or more."""
 
-    lossy = True
+    lossy = remembers = True
 
     def __init__(self, torch: Any, world: int, rank: int, after: int = AFTER, saving: float = SAVING) -> None:
         from torch.utils.weak import WeakTensorKeyDictionary

@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Streams:
-    """The default generator of torch. It holds one of the two streams at a time, and the other one waits.
+    """The default generators of torch, of the host and of the devices in use. They hold one of the two streams at a time, and the other one waits.
 
     Where batches come from a DataLoader the script draws from its own stream, but inside ``common`` (``part`` begins that); where it draws its
     batches itself, from the common one, but inside ``own``.
@@ -24,7 +24,7 @@ class Streams:
 
     def __init__(self, torch: Any, rank: int) -> None:
         self.torch, self.rank = torch, rank
-        self._waiting: Any = None  # the state of the stream that nobody draws from
+        self._waiting: dict[int, Any] = {}  # by generator, the state of the stream that nobody draws from
         self._in_own = False
 
     def part(self) -> None:
@@ -56,12 +56,20 @@ class Streams:
             self._swap(not own)
 
     def _swap(self, to_own: bool) -> None:
-        torch, now = self.torch, self.torch.get_rng_state()
-        if self._waiting is None:
-            torch.default_generator.manual_seed(offset(int(torch.initial_seed()), self.rank))
-        else:
-            torch.set_rng_state(self._waiting)
-        self._waiting, self._in_own = now, to_own
+        for at, generator in enumerate(self._generators()):
+            now = generator.get_state()
+            if at in self._waiting:
+                generator.set_state(self._waiting[at])
+            elif to_own:
+                generator.manual_seed(offset(generator.initial_seed(), self.rank))
+            else:
+                continue  # of a device that is in use only since the last swap
+            self._waiting[at] = now
+        self._in_own = to_own
+
+    def _generators(self) -> list[Any]:
+        cuda = self.torch.cuda
+        return [self.torch.default_generator, *(cuda.default_generators if cuda.is_initialized() else ())]
 
 
 class HostStreams:

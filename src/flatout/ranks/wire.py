@@ -29,16 +29,17 @@ LARGEST_SCALE = 2.0**100
 
 
 class Wire(Protocol):
-    """``lossy``: what passes it comes back rounded, so that nothing may pass it twice."""
+    """``lossy``: what passes it comes back rounded, so that nothing may pass it twice. ``remembers``: what it sends depends on what it has sent."""
 
     lossy: bool
+    remembers: bool
 
     def send(self, flat: Any, parameters: Sequence[Any], start: Start) -> Sending:
         """``flat`` is this rank's, laid out as the parameters are, and may be overwritten. Every rank sends the same parameters in the same order."""
 
 
 class Plain:
-    lossy = False
+    lossy = remembers = False
 
     def __init__(self, torch: Any, world: int) -> None:
         self.world = world
@@ -51,7 +52,7 @@ class Plain:
 class Brain:
     """bfloat16."""
 
-    lossy = True
+    lossy, remembers = True, False
 
     def __init__(self, torch: Any, world: int) -> None:
         self.torch, self.world = torch, world
@@ -67,7 +68,7 @@ class Brain:
 class Half:
     """float16. ``scales`` by the first parameter of a bucket; a bucket without one is sent as it is, to learn how large its numbers are."""
 
-    lossy = True
+    lossy = remembers = True
 
     def __init__(self, torch: Any, world: int) -> None:
         from torch.utils.weak import WeakTensorKeyDictionary

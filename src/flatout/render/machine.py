@@ -25,7 +25,7 @@ def device(session: SessionRecord | ProfileRecord) -> str:
 
 # Shown by ``device``, shown elsewhere, or long and of no use to a reader.
 _NOT_LISTED = {"cpu", "cores", "gpus", "memory bytes", "cpu flags", "how", "versions"}
-_KEY_NOT_LISTED = {"command", "machine", "versions", "python"}
+_KEY_NOT_LISTED = {"command", "machine", "versions", "python", "device"}
 MAX_FACTS = 60
 
 

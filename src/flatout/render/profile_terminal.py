@@ -9,7 +9,7 @@ from rich.text import Text
 from flatout.plan.findings import Finding, Place
 from flatout.plan.profile import Crossing, Leak, MemorySeen, Operation, ProfileRecord
 from flatout.render.terminal import pairs, section, table_of, text
-from flatout.render.wording import milliseconds, shell, size
+from flatout.render.wording import milliseconds, on_device, shell, size
 
 OPERATIONS = 8
 CROSSINGS = 8
@@ -42,7 +42,7 @@ def headline(profile: ProfileRecord) -> str:
 
 
 def next_step(profile: ProfileRecord) -> tuple[str, str]:
-    command = shell(profile.command)
+    command = shell([*on_device(profile.machine), *profile.command])
     if profile.leak is not None and profile.leak.leaking:
         return "Memory grows with every step; look at it over more of them:", f"flatout profile --memory {command}"
     return "Find the fastest plan for it; what was found here is tried first:", f"flatout tune {command}"

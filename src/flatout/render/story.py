@@ -22,6 +22,7 @@ from flatout.render.wording import (
     interval,
     legible,
     milliseconds,
+    on_device,
     one_line,
     per_second,
     sentence,
@@ -299,9 +300,10 @@ class Next:
 
 def next_step(session: SessionRecord) -> Next:
     """The one command to type now."""
-    command = shell(session.command)
-    if not command:
+    if not session.command:
         return Next("", "")
+    device = on_device(session.machine)
+    command = shell([*device, *session.command])
     ranks = session.ranks
     with_ranks = "" if ranks is None else f"--gpus {ranks.procs} " if ranks.gpus else f"--procs {ranks.procs} "
     match outcome(session):
@@ -312,7 +314,7 @@ def next_step(session: SessionRecord) -> Next:
         case Outcome.FAILED:
             return Next("Fix what is said above, then tune again:", f"flatout tune {with_ranks}{command}")
         case _:
-            return Next("Run it as it is:", f"flatout run {with_ranks}{command}" if with_ranks else command)
+            return Next("Run it as it is:", f"flatout run {with_ranks}{command}" if with_ranks or device else command)
 
 
 def effort(session: SessionRecord) -> str:

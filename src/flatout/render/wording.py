@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatout.plan.legible import harmless
@@ -144,6 +144,11 @@ def setting(value: Any) -> str:
 def shell(command: Sequence[object]) -> str:
     """A command as one types it: blanks inside quotes stay what they are."""
     return legible(shlex.join(str(word) for word in command), 2000)
+
+
+def on_device(machine: Mapping[str, object]) -> list[str]:
+    """The option that has a program run on the device that a record was made on, where that was asked for."""
+    return ["--device", str(machine["device"])] if machine.get("device") else []
 
 
 def short(value: object) -> str:

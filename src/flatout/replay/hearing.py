@@ -128,7 +128,7 @@ class Hearing:
         def heard(*args: Any, **kwargs: Any) -> Any:
             if tape.deaf or here() != tape.main:
                 return really(*args, **kwargs)
-            caller = sys._getframe(1)
+            caller = _past_us(sys._getframe(1))  # a lever may have put a function in the place of this one
             if caller.f_code is follows:
                 tape.deaf = 1  # a mode calls us again
                 try:

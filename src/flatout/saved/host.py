@@ -41,11 +41,12 @@ class Offloading:
     """Hooks for saved tensors of ``device_type``: those of at least ``least_bytes`` go to the host; parameters and small ones stay.
 
     What several operations save, as three projections save their one input, goes there once.
-    ``stream`` is a side stream to copy on; None copies at once, which is what a CPU can do.
+    From a CUDA device they are copied on a side stream of that device; from a CPU, which has none, at once.
     """
 
-    def __init__(self, torch: Any, device_type: str, stream: Any = None, least_bytes: int = LEAST_BYTES) -> None:
-        self.torch, self.device_type, self.stream, self.least_bytes = torch, device_type, stream, least_bytes
+    def __init__(self, torch: Any, device_type: str, least_bytes: int = LEAST_BYTES) -> None:
+        self.torch, self.device_type, self.least_bytes = torch, device_type, least_bytes
+        self._streams: dict[Any, Any] = {}  # by device
         self.moved_bytes = 0
         self._known: dict[Any, tuple[Any, int, Any]] = {}  # by place in a storage: that storage, the version, the copy; all weakly
 
@@ -65,10 +66,15 @@ class Offloading:
                 return away
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
-        away = Away(self.torch, tensor.detach(), self.stream)
+        away = Away(self.torch, tensor.detach(), self._stream(tensor.device))
         self._known[place] = storage, tensor._version, weakref.ref(away)
         self.moved_bytes += size
         return away
+
+    def _stream(self, device: Any) -> Any:
+        if device.type == "cuda" and device not in self._streams:
+            self._streams[device] = self.torch.cuda.Stream(device)
+        return self._streams.get(device)
 
     def unpack(self, packed: Any) -> Any:
         return packed.back(self.torch) if isinstance(packed, Away) else packed.value()

@@ -21,7 +21,7 @@ def random_states(torch: Any, own: Sequence[Any] = (), devices: bool = True) -> 
     """As they are now. Those of CUDA devices where CUDA is in use; numpy's where it was imported; those of the generators ``own``."""
     numpy = sys.modules.get("numpy")
     found: dict[str, Any] = {"torch": _bytes_of(torch.default_generator.get_state()), "python": _of_python(random.getstate())}
-    if devices and torch.cuda.is_available() and torch.cuda.is_initialized():
+    if devices and torch.cuda.is_initialized():
         found["cuda"] = [_bytes_of(state) for state in torch.cuda.get_rng_state_all()]
     if numpy is not None:
         found["numpy"] = _plain(numpy.random.get_state())

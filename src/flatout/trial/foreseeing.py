@@ -154,7 +154,8 @@ class Foreseer(Worker):
         if self.simulated:
             self._as_on_cuda()
         self.pretended.install()
-        self._answer({"ready": True, "unit": "step", "ticks": 0, "tick_ms": 0.0, "device": device_type, "samples": self.samples,
+        self._answer({"ready": True, "unit": "step", "ticks": 0, "tick_ms": 0.0, "device": device_type,
+                      "device_index": self.scene.device.index, "samples": self.samples,
                       "loader": self.loader, "length": self.length, "simulated": self.simulated, "why_not": self._why_not()})
         self._obey()
 

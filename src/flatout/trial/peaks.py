@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.measure.memory import allocations, at, running_totals
+from flatout.measure.memory import allocations, at, reserved_for_graphs, running_totals
 from flatout.trial.remembering import SETTLING_TICKS, Recorded
 
 
@@ -22,9 +22,9 @@ class Seen:
 class PeakEar(Recorded):
     """Peak bytes of a step, the largest of its ticks but the first two: one of them may have been the last, shorter batch of an epoch.
 
-    On a CUDA device what its allocator had handed out (``max_memory_allocated``); on a CPU the tensors that lived as a tick began, and from
-    there on every allocation. Both count parameters, gradients and optimizer state; neither counts the interpreter or a CUDA context. A step
-    begins with its first forward pass that keeps gradients: an evaluation between two epochs is none of it.
+    On a CUDA device what its allocator had handed out (``max_memory_allocated``) and what recorded graphs hold. On a CPU the tensors that lived as
+    a tick began, and from there on every allocation. Both count parameters, gradients and optimizer state; neither counts the interpreter or a CUDA
+    context. A step begins with its first forward pass that keeps gradients: an evaluation between two epochs is none of it.
     """
 
     def begin(self) -> None:
@@ -60,10 +60,10 @@ class PeakEar(Recorded):
         if not self.seen:
             return {}
         if self.on_cuda:
-            return {"peak_bytes": self.peak}
+            return {"peak_bytes": self.peak + reserved_for_graphs(self.torch, self.scene.device)}
         events = self.events()
         later = self.later_ns(events)
-        totals = running_totals(allocations(events, on_device=False), 0)  # what was taken before the recording is not seen to be given back
+        totals = running_totals(allocations(events, None), 0)  # what was taken before the recording is not seen to be given back
         peak = 0
         for tick in self.seen:
             shift = tick.before - at(totals, tick.start + later, 0)

@@ -1,7 +1,8 @@
 """The ranks of one program do the same thing after the same step: the measured one writes down what, and after which; the others look after each step.
 
 A lever that only one of them had would show no gain, and one that acts on what travels between them would break the exchange. So what is written is due
-one step later: no rank comes to the end of that step before the measured one has written, for they meet in it to exchange gradients.
+one step later: no rank comes to the end of that step before the measured one has written, for they meet in it to exchange gradients. On a GPU, where a host
+runs ahead of the exchange, it is due two steps later, and each rank that is not measured waits at the end of a step until the step before is computed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from flatout.measure.clock import seconds, sleep
+from flatout.measure.clock import Clock, seconds, sleep
 from flatout.plan.folder import TrialFolder, read_json, write_json
 from flatout.plan.plan import Choice
 from flatout.plan.standing import standing
@@ -23,25 +24,32 @@ POLL_S = 0.01
 
 
 class Ranks:
-    """``rank`` of ``world``; ``local_world`` of them are on this machine. ``measurable``: of ours only rank 0 may be the one that is measured. ``outside()``
-    lets us read and write where the program itself may not. ``due``: in the measured rank, what all do at the end of the step under way.
+    """``rank`` of ``world``; ``local_world`` of them are on this machine. ``measurable``: only the first rank of a machine may be the one that is measured, so
+    that two programs show the same batches. ``outside()`` lets us read and write where the program itself may not. ``due``: in the measured rank, what all
+    do at the end of the step under way.
     """
 
     def __init__(self, folder: TrialFolder, listening: Listening, outside: Callable[[], AbstractContextManager[Any]]) -> None:
         here = standing()
         of_torchrun = [int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))]
         self.rank, self.world, self.local_world = (here.rank, here.world_size, here.local_world_size) if here is not None else of_torchrun
-        self.measurable = here is None or here.rank == 0
+        self.measurable = self.rank == 0 if here is not None else os.environ.get("LOCAL_RANK", "0") == "0"
         self.due: dict[str, Any] | None = None
         self._folder, self._listening, self._outside = folder, listening, outside
         self._since = 0  # the step after which all have opened an ear
         self._ticks_left = 0  # of that ear, in a rank that is not measured
         self._known = 0
+        self.lead_steps = 1
+        self._clock: Clock | None = None  # of a GPU
+        self._step_before: Any = None
         self._next: dict[str, Any] | None = None
 
     @property
     def several(self) -> bool:
         return self.world > 1
+
+    def on_gpu(self, clock: Clock) -> None:
+        self.lead_steps, self._clock = 2, clock
 
     # -- the measured rank ------------------------------------------------------------------------------------------
 
@@ -75,6 +83,10 @@ class Ranks:
 
     def follow(self, step: int, switch: Callable[[Sequence[Choice]], Any]) -> None:
         """At the end of each step: hear it, tell what was heard, do what is due."""
+        if self._clock is not None:
+            if self._step_before is not None:
+                self._clock.wait_for(self._step_before)
+            self._step_before = self._clock.mark()
         if self._listening.ear is not None:
             self._listening.tick()
             self._ticks_left -= 1

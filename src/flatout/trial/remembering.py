@@ -237,7 +237,7 @@ class MemoryEar(Recorded):
         later = self.later_ns(events)
         moments = [Moment(m.ns + later, m.kinds, m.modules) for m in self.moments]
         start, end = self.ends[-2] + later, self.ends[-1] + later
-        changes = allocations(events, on_device=self.around.on_device)
+        changes = allocations(events, self.scene.device.index if self.around.on_device else None)
         shift = self.befores[-2] - at(running_totals(changes, 0), start, 0)
         totals = running_totals(changes, shift)
         found = seen("device" if self.around.on_device else "host", totals, shift, moments, start, end)
@@ -283,7 +283,7 @@ class LeakEar(Recorded):
         series = self.sizes
         if self.scene.device_type != "cuda":
             events = self.events()
-            later, totals = self.later_ns(events), running_totals(allocations(events, on_device=False), 0)
+            later, totals = self.later_ns(events), running_totals(allocations(events, None), 0)
             series = [float(at(totals, end + later, 0)) for end in self.ends]
         series, resident = series[SETTLING_TICKS:], self.resident
         rise = slope(series)

@@ -12,8 +12,8 @@ Commands (one JSON object a line), each answered by one object:
     {"do": "fetch"}                     fetch some batches again and again, and tell which lines of the data set take long
     {"do": "finish"}                    write the record and stop the program; "draws" fetches some samples again and again
 
-Only one process of the program is measured: rank 0, or the first that finishes a step, claims the trial. The others run under the
-same levers, and switch and listen after the same step (trial/ranks.py).
+Only one process of the program is measured: the first rank of a machine, or where no launcher has numbered them the first that finishes a step. The others
+run under the same levers, and switch and listen after the same step (trial/ranks.py).
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class Worker(Listener):
         self.open_losses: tuple[Any, ...] = ()
         self.drawn: list[list[list[float]]] = []
         self.replica: StepReplica | None = None
+        self.peak_bytes: int | None = None  # before a replica
         self.watch: Watch | None = None
         self.listening = Listening(Surroundings(torch, self.scene, self.shelter.overlay.looking, self.notes.kept))
         self.ranks = Ranks(self.folder, self.listening, self.shelter.overlay.looking)
@@ -270,6 +271,7 @@ class Worker(Listener):
         if self.scene.device_type == "cuda" and self.clock.name != "cuda":
             self.clock = clock_for(self.torch, self.scene.device)
             self.phases = PhaseRecorder(self.clock)
+            self.ranks.on_gpu(self.clock)
             self.tick_start = None
 
     def _tick(self) -> None:
@@ -343,14 +345,15 @@ class Worker(Listener):
             command = due or self._next_command()
             do = command["do"]
             if due is None and self.ranks.concerns_all(command):
-                self.ranks.tell(command, self.scene.steps + 1)
-                self.block_left = 1
+                self.ranks.tell(command, self.scene.steps + self.ranks.lead_steps)
+                self.block_left, self.block_until_s = self.ranks.lead_steps, float("inf")
                 break
             if do == "go":
                 self.block_left = int(command["ticks"])
                 self.block_until_s = seconds() + float(command.get("seconds", "inf"))
                 break
             if do == "replica":
+                self.peak_bytes = self._peak_bytes()  # its copies of the model are none of the program's
                 self.replica = StepReplica(self.scene, self.applier, choices_of(command["choices"]), median(self.ticks_ms))
                 self.block_left = 0
                 break
@@ -376,7 +379,7 @@ class Worker(Listener):
             reports = [report for report in self.scene.reports if report[0] in switched]
             self.scene.reports = [report for report in self.scene.reports if report[0] not in switched]
             return {"applied": [o.to_json() for o in outcomes if o.applied], "skipped": [o.to_json() for o in outcomes if not o.applied],
-                    "ticks": int(self.ranks.several), "reports": [{"name": name, "reason": sentence} for name, sentence in reports]}
+                    "ticks": self.ranks.lead_steps if self.ranks.several else 0, "reports": [{"name": name, "reason": sentence} for name, sentence in reports]}
         if do == "options":
             answers = self.applier.options()
             return {"options": {name: {"values": list(a.values), "effect": a.effect} if isinstance(a, Options) else {"skip": a.reason}
@@ -450,12 +453,15 @@ class Worker(Listener):
             samples_per_s=per_step / step_ms * 1000 if per_step and step_ms else None,
             phases={name: phase.to_json() for name, phase in self.phases.summary().items()},
             losses=notes.losses(), loss_steps=notes.loss_steps, batch_hashes=notes.batch_hashes, batch_statistics=notes.batch_statistics,
-            draws=self.drawn, weights_digests=notes.weights_digests, peak_memory_bytes=peak_bytes(self.torch, self.scene.device),
+            draws=self.drawn, weights_digests=notes.weights_digests, peak_memory_bytes=self._peak_bytes(),
             device=self.scene.device_type, seed=self.spec.seed,
             plan=self.spec.plan.to_json(), applied=[o.to_json() for o in outcomes if o.applied],
             skipped=[*(o.to_json() for o in outcomes if not o.applied), *({"name": n, "reason": r} for n, r in self.scene.reports)],
             scene=self.scene.describe(),
             versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)})
+
+    def _peak_bytes(self) -> int:
+        return peak_bytes(self.torch, self.scene.device) if self.peak_bytes is None else self.peak_bytes
 
     def write_record(self, status: str, reason: str) -> None:
         if not self.written:

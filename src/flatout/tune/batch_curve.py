@@ -127,8 +127,8 @@ class BatchCurve:
         loader = scene["loaders"][record.loader]
         record.own, record.dataset_samples = loader["batch_size"], loader["length"]
         self.programs.prefetched = PREFETCHED_BATCHES * loader["num_workers"]
-        gpu = self.facts.gpus[0].memory_bytes if self.facts.gpus and record.device == "cuda" else None
-        record.limit_bytes = self.wishes.limit_bytes or gpu or available_bytes()
+        gpu = self.facts.gpu(scene["device_index"]) if record.device == "cuda" else None
+        record.limit_bytes = self.wishes.limit_bytes or (gpu.memory_bytes if gpu else available_bytes())
         record.limit = "given" if self.wishes.limit_bytes else "the device's" if gpu else "free on this machine"
 
     # -- one size in one program ------------------------------------------------------------------------------------------

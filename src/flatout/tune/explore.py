@@ -69,7 +69,7 @@ class _Exploring:
             waiting = not self.compiling.look()
             if not tuning.choices or (self.waves > 1 and not waiting and not worth_more_time(tuning.refit(), best_measured(tuning))):
                 break
-        self.compiling.wait()
+        self.compiling.wait(self.quick)
 
     # -- the observed program -----------------------------------------------------------------------------------------
 

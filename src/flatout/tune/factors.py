@@ -20,6 +20,7 @@ CLOSURE = "a step of this program is a closure that lasts seconds; inside it not
 EARLIER = "an earlier part of this search"
 KNOWN_PAIRS = frozenset(frozenset(pair) for pair in (
     ("channels_last", "autocast"), ("autocast", "compile"), ("channels_last", "compile"), ("fused_ops", "compile"), ("threads", "loader"),
+    ("attention", "autocast"), ("attention", "compile"),
     ("cached_prefix", "batched_transforms"), ("loader", "batched_transforms"), ("loader", "cached_prefix"), ("malloc", "fused_optimizer"),
     ("malloc", "autocast")))
 

@@ -122,8 +122,8 @@ class Forecast:
         record, limit = self.record, self.question.limit_bytes
         if limit is not None:
             record.limit_bytes, record.limit_of = limit, "asked for"
-        elif self.facts.gpus and (record.device == "cuda" or record.simulated):
-            record.limit_bytes, record.limit_of = self.facts.gpus[0].memory_bytes, self.facts.gpus[0].name
+        elif (gpu := self.facts.gpu(self.ready.get("device_index"))) is not None and (record.device == "cuda" or record.simulated):
+            record.limit_bytes, record.limit_of = gpu.memory_bytes, gpu.name
         own = self.points[record.own]
         if record.limit_bytes is None or own.peak_bytes is None:
             return

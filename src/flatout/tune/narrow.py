@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flatout.engine.guard import shake_for, start_agrees
+from flatout.engine.guard import repeats_itself, shake_for, start_agrees
 from flatout.plan.records import GuardRecord, TrialRecord
 from flatout.plan.words import Effect
 from flatout.trial.parent import ProgramGone
@@ -78,9 +78,9 @@ def _levers_in(why: str, attempt: Sequence[Candidate]) -> list[str]:
 
 def _failing_alone(tuning: Tuning, attempt: Sequence[Candidate], plain: Mapping[int, TrialRecord]) -> list[Candidate]:
     """Those under which, alone, the program's first losses are not the plain program's."""
-    seed = min(plain, default=0)
-    if seed not in plain:
-        return []
+    seed, again = min(plain, default=0), tuning.first_plain
+    if seed not in plain or (again is not None and again.seed == seed and not repeats_itself(plain[seed], again)):
+        return []  # the plain program's own first losses are not those of another run
     suspects: list[Candidate] = [c for c in attempt if c.effect is not Effect.EXACT] or list(attempt)
     found = []
     for at in range(0, len(suspects), AT_ONCE):

@@ -69,8 +69,8 @@ def observe(tuning: Tuning) -> None:
     tuning.copies = ready["copies"]
     tuning.session.scene = answer["scene"]
     arena.prefetched_ticks = PREFETCHED_BATCHES * max((loader["num_workers"] for loader in answer["scene"]["loaders"]), default=0)
-    tuning.settle_budget()
     tuning.candidates = consider(answer["options"], tuning.goal.effects, tuning.goal.only, tuning.goal.memory_limit_bytes is not None, tuning.base, unfit)
+    tuning.settle_budget()
     without_long_starts(tuning.candidates, answer["scene"]["loaders"], ready, LONGEST_START * tuning.budget_s)
     tuning.session.baseline = Side(step_ms=ready["tick_ms"], unit=ready["unit"], warmup_ms=ready["warmup_ms"])
     tuning.save()

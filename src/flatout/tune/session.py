@@ -20,7 +20,8 @@ from flatout.plan.words import Effect
 
 FOLDER = ".flatout"
 DIFFERENT = {"command": "another command", "script": "the script has changed", "machine": "another machine", "versions": "other versions",
-             "python": "another Python", "ranks": "another number of ranks"}
+             "python": "another Python", "ranks": "another number of ranks", "device": "another device"}
+UNSAID = {"ranks": "one process", "device": "the one that the script names"}
 SAME = {"same": "with bitwise the same results", "equivalent": "with the same results up to {}"}
 
 
@@ -34,6 +35,7 @@ def key_of(command: Command, facts: Facts, ranks: str = "") -> dict[str, str]:
         "versions": ", ".join(f"{name} {facts.versions[name]}" for name in ("torch", "torchvision") if name in facts.versions),
         "python": ".".join(map(str, sys.version_info[:2])),
         **({"ranks": ranks} if ranks else {}),
+        **({"device": facts.asked_device} if facts.asked_device else {}),
     }
 
 
@@ -42,7 +44,7 @@ def differences(made_for: dict[str, str], key: dict[str, str]) -> list[str]:
     found = []
     for name, said in DIFFERENT.items():
         if made_for.get(name, "") != key.get(name, ""):
-            found.append(said if name == "script" else f"{said} ({made_for.get(name, 'one process' if name == 'ranks' else 'unknown')!r})")
+            found.append(said if name == "script" else f"{said} ({made_for.get(name, UNSAID.get(name, 'unknown'))!r})")
     return found
 
 
@@ -71,7 +73,7 @@ def open_session(job: JobFolder, command: Command, facts: Facts, budget_s: float
         # What is left of the old budget may be nothing; going on needs at least what the person has just given.
         old.spent_s = min(old.spent_s, 0.5 * old.budget_s)
         return old
-    machine = {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "system": facts.system,
+    machine = {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "system": facts.system, "device": facts.asked_device,
                "gpus": [{"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)} for g in facts.gpus]}
     return SessionRecord(list(command.shown), os.getcwd(), key, flatout=__version__, created=today(), budget_s=budget_s, effects=effects,
                          memory_limit_bytes=memory_limit_bytes, machine=machine, versions={"python": facts.python, "flatout": __version__, **facts.versions})

@@ -23,6 +23,7 @@ from flatout.tune.candidates import Candidate, in_order
 from flatout.tune.effects import Block, Estimate, Fitted, Space, fit
 from flatout.tune.elsewhere import Elsewhere
 from flatout.tune.noise import Disturbance
+from flatout.tune.prior import priors
 from flatout.tune.together import Row, Seen
 
 PAIRS = 3
@@ -35,8 +36,9 @@ COMPILE_S = 75.0  # what a first compilation is given
 OVERRUN = 0.15  # of the budget, to finish what was begun
 FIT_SHARE = 0.35  # of the budget, where memory is limited: for the frontier
 USUAL_BUDGET_S = 90.0  # where none was given,
-LONGER_BUDGET_S = 300.0  # and where the program starts slowly, has long steps, or more was asked for than a plan
+LONGER_BUDGET_S = 300.0  # and where the program starts slowly, has long steps, more was asked for than a plan, or a compiler is expected to pay
 QUICK_START_S, QUICK_STEP_MS = 10.0, 100.0
+MUCH = -0.1  # log time: a tenth faster
 WINDOWS_A_SEED = 10**7
 TWO_STARTS = 1.35  # what starting two programs together costs, in starts
 
@@ -109,10 +111,16 @@ class Tuning:
         """Once the program was observed: how long the search may take, where nobody has said it."""
         if self.goal.budget_s is None:
             quick = self.start_cost_s <= QUICK_START_S and self.arena.tick_ms <= QUICK_STEP_MS
-            more = bool(self.goal.named) or self.goal.memory_limit_bytes is not None or self.alone is not None
+            more = bool(self.goal.named) or self.goal.memory_limit_bytes is not None or self.alone is not None or self._expects_much_of_a_compiler
             self.budget_s = USUAL_BUDGET_S if quick and not more else LONGER_BUDGET_S
             self.session.budget_s = self.budget_s
         self.watcher.until(self.end_s)
+
+    @property
+    def _expects_much_of_a_compiler(self) -> bool:
+        """Whether a lever that takes long to warm up usually pays on such a device: the search is to be long enough for it."""
+        prior = priors(self.facts, self.session.scene, {})
+        return any(prior(c.lever.name, value).mean <= MUCH for c in self.candidates.values() if c.open and c.lever.warms_up for value in c.values)
 
     def starts_s(self, programs: int) -> float:
         """What it takes to start so many programs together: they import at once, and warm up one after another."""
@@ -218,9 +226,10 @@ class Tuning:
                                for b in self.blocks]
 
     def keep_first_plain(self, record: TrialRecord) -> None:
-        """The observed program had seed 0 and was plain until its levers were switched: its first losses tell whether the script repeats itself."""
+        """The observed program had seed 0 and was plain until its levers were switched: its first losses and weights tell whether the script repeats itself."""
         if self.first_plain is None:
             record.losses = record.losses[:record.warmup_steps]
+            record.weights_digests = {step: digest for step, digest in record.weights_digests.items() if int(step) <= record.warmup_steps}
             self.first_plain = record
 
     def keep_observed(self) -> None:

@@ -1,8 +1,11 @@
-"""A script that has made the choices of many levers itself: precision, compiler, layout, threads, garbage collection, form of the optimizer."""
+"""A script that has made the choices of many levers itself: precision, compiler, layout, threads, garbage collection, form of the optimizer,
+a process group.
+"""
 import gc
 
 import torch
 
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 torch.manual_seed(0)
 torch.set_num_threads(3)
 torch.backends.mkldnn.matmul.fp32_precision = "ieee"

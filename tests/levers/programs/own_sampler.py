@@ -1,4 +1,4 @@
-"""A sampler of the script's own over a map-style data set, one complex and two float64 parameters, and an Adam that maximizes."""
+"""A sampler of the script's own over a map-style data set, attention by hand, one complex and two float64 parameters, and an Adam that maximizes."""
 import torch
 
 
@@ -10,8 +10,14 @@ class Backwards(torch.utils.data.Sampler):
         return 64
 
 
+class Body(torch.nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        return torch.softmax(x @ x.t(), -1) @ x
+
+
 torch.manual_seed(0)
-body, head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1).double()
+body, head = Body(8, 8), torch.nn.Linear(8, 1).double()
 scale = torch.nn.Parameter(torch.ones(1, dtype=torch.complex64))
 optimizer = torch.optim.Adam([*body.parameters(), *head.parameters(), scale], maximize=True)
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 8)), batch_size=8, sampler=Backwards())

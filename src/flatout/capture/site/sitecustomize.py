@@ -1,6 +1,6 @@
 """Python imports this file at start-up because its folder is first on PYTHONPATH. It must never harm a program.
 
-Without FLATOUT_JOB, FLATOUT_EXPLAIN, FLATOUT_DIVIDED and FLATOUT_PULSE it does nothing but hand over to the sitecustomize that it hides.
+Without FLATOUT_JOB, FLATOUT_EXPLAIN, FLATOUT_DIVIDED, FLATOUT_PULSE and FLATOUT_DEVICE it does nothing but hand over to the sitecustomize that it hides.
 """
 
 import os
@@ -15,7 +15,8 @@ def _enter() -> None:
     watched = os.environ.get("FLATOUT_PULSE")
     if watched and not os.path.isdir(watched):  # nobody watches any more
         watched = None
-    if not job and not entry and not divided and not watched:
+    asked = os.environ.get("FLATOUT_DEVICE")
+    if not job and not entry and not divided and not watched and not asked:
         return
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     added = home not in sys.path
@@ -28,6 +29,10 @@ def _enter() -> None:
             from flatout.capture import pulse
 
             pulse.install(watched)
+        if asked:
+            from flatout.capture import device
+
+            device.install(asked)
         if job:
             from flatout.capture import bootstrap
 
@@ -41,7 +46,7 @@ def _enter() -> None:
             lastwords.install(entry, home)
     except Exception:
         pass  # a program that runs through never needs it
-    if added and not job and not watched:  # what only waits for the end leaves the path as it found it
+    if added and not job and not watched and not asked:  # what only waits for the end leaves the path as it found it
         sys.path.remove(home)
 
 

@@ -8,6 +8,7 @@ FAMILIES = {"00": "Devices", "01": "Number formats", "02": "Sizes", "03": "Losse
             "06": "The backward pass and the step", "07": "Loaders and processes", "08": "Ranks", "09": "Checkpoints", "10": "Compiling and extensions"}
 
 TABLE: tuple[Kind, ...] = (
+    devices.not_redirected,
     devices.two_devices,
     devices.no_gpu,
     devices.no_cuda_build,

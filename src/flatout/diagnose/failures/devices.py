@@ -2,10 +2,65 @@
 
 from __future__ import annotations
 
+import re
+
 from flatout.diagnose.kind import RUNTIME, Answer, hit, kind, layer, near, on_own_line, seen
 from flatout.plan.failure import FailureRecord
 
 DEVICE = r"[a-z]+(?::\d+)?"
+
+# What torch does not pass through a device of its own: its name, where it is seen (file:function of a frame, or the user's line), what its message says, why,
+# the next command.
+NOT_REDIRECTED = (
+    ("a Triton kernel", r"/triton/(?:runtime|compiler|backends)/", r"\d+ active drivers", "it is compiled for a GPU",
+     "TRITON_INTERPRET=1 flatout run --device {device} python train.py   # Triton's interpreter computes it on the CPU, slowly"),
+    ("a CUDA extension", r"/torch/utils/cpp_extension\.py:.*cuda", r"(?:.{0,200}\b(?:CUDA_HOME|nvcc)\b|.{0,80}must be a CUDA tensor)",
+     "its kernels compute on a CUDA device alone", "take the path of the script without it, where there is one; else run it where there is a CUDA device"),
+    ("NCCL", r"/torch/cuda/nccl\.py|:_create_nccl", r".{0,200}(?:NCCL|nccl)", "it connects CUDA devices",
+     "flatout run --device {device} python train.py       # as one process, without torchrun\n"
+     'dist.init_process_group("gloo")                   # connects processes on the CPU'),
+    ("NVML", r"/pynvml(?:\.py|/)", r"NVML", "it reads the counters of NVIDIA's driver", "leave out what reads them: a CPU has none"),
+    ("CuPy, Numba or PyCUDA", r"/(?:cupy|cupyx|cupy_backends|pycuda|numba/cuda)/", r"cuda\w+Error", "they make CUDA arrays by themselves",
+     "use NumPy or torch there, or run it where there is a CUDA device"),
+    ("a CUDA graph", r"/torch/cuda/graphs\.py|\bcuda\.(?:CUDAGraph|graph)\b", r"CUDA graph", "it replays what a CUDA device has recorded",
+     "run the step without torch.cuda.CUDAGraph"),
+    ("this use of CUDA", r"(?!)",
+     r"(?:Found no NVIDIA driver|No CUDA GPUs are available|Torch not compiled with CUDA|CUDA error: CUDA driver version is insufficient"
+     r"|Unexpected error from cudaGetDeviceCount|CUDA driver initialization failed|invalid argument to exchangeDevice|.{0,200}arguments from the 'CPU' backend"
+     r"|.{0,200}(?:supports?|supported|implemented) (?:on|for|with) (?:CUDA|cuda|GPU)s?\b)",
+     "no device that torch is given leads to it", "change this line, or run it where there is a CUDA device"),
+)
+
+
+@kind("FE000", "not-redirected")
+def not_redirected(failure: FailureRecord) -> Answer | None:
+    """`--device` cannot redirect this use of CUDA.
+
+    What:
+        The program runs under `--device`, which redirects the devices that it passes to torch. This use of CUDA does not pass through torch,
+        or asks for what another device does not have.
+    Why it happens:
+        Triton kernels, CUDA extensions, NCCL, NVML and CUDA graphs exist for GPUs alone. And what a tensor says of its own device stays true:
+        `x.device.type == "cuda"` is False on the CPU.
+    How to mend it:
+        Take the path of the script that does without it, mostly an option; the last lines of the explanation name the next command. Without
+        `--device` the script runs as it is, where there is such a device.
+    Sources:
+        https://docs.pytorch.org/docs/stable/notes/cuda.html#device-agnostic-code
+    """
+    device = str(failure.facts.get("device") or "")
+    if not device or device.startswith("cuda"):
+        return None
+    for thrown in failure.chain:
+        own = thrown.own.text if thrown.own is not None else ""
+        if thrown.raised_by_user and "cuda" in own:
+            return Answer(f"the script compares a device with cuda, and under --device {device} its tensors are on {device}",
+                          "change this line, or take it out: what a tensor says of its own device stays true")
+        seen_at = [own, *(f"{frame.file}:{frame.function}" for frame in thrown.frames if not frame.mine)]
+        for what, where, says, why, mend in () if thrown.raised_by_user else NOT_REDIRECTED:
+            if any(re.search(where, place) for place in seen_at) or re.match(says, thrown.message, re.DOTALL):
+                return Answer(f"--device {device} cannot redirect {what}: {why}", mend.format(device=device))
+    return None
 
 
 @kind("FE001", "two-devices")

@@ -7,7 +7,8 @@ Why it matters:
     The host queues work ahead of the device. To give a number it must wait until everything queued before is done, and the device then
     idles until the host has queued more. On small steps that is a large share of the time. (On a CPU it costs nothing.)
 How to mend it:
-    Keep a running total on the device (`total += loss.detach()`) and fetch it every hundred steps, or once an epoch.
+    Keep a running total on the device (`total += loss.detach()`) and fetch it every hundred steps, or once an epoch. With the lever `early_values` a
+    read after the backward pass waits for the forward pass alone.
 Bad:
     import torch
 
@@ -156,4 +157,4 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
                 how=how("syncs") if what_if else TIMED, others=[c.place for c in seen[1:] if c.place])
 
 
-RULE = Rule("FL101", "host_sync_every_step", Severity.TIME, __doc__, look=look, judge=judge)
+RULE = Rule("FL101", "host_sync_every_step", Severity.TIME, __doc__, look=look, judge=judge, levers=("early_values",))

@@ -37,4 +37,5 @@ TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: t
 
 def step(table: torch.Tensor, dtype: torch.dtype, *numbers: float) -> None:
     """``table`` [chunks, 5] of addresses and lengths; parameters and gradients of ``dtype``, means and squares of float32."""
-    _step[(len(table),)](table, *numbers, T=TYPES[dtype], BLOCK=BLOCK)
+    with torch.cuda.device_of(table):  # Triton launches on the current device
+        _step[(len(table),)](table, *numbers, T=TYPES[dtype], BLOCK=BLOCK)

@@ -37,5 +37,6 @@ def augment(images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, flip: t
     """Fills ``out`` in its own memory order. ``source`` is (C, H, W) of the images, table [C, 256]."""
     channels, height, width = source
     blocks = triton.cdiv(channels * size[0] * size[1], BLOCK)
-    _augment[(len(images), blocks)](images, top, left, flip, table, out, height, width, channels, *size, padding, fill, HWC=hwc, CHANNELS_LAST=channels_last,
-                                    BLOCK=BLOCK)
+    with torch.cuda.device_of(images):  # Triton launches on the current device
+        _augment[(len(images), blocks)](images, top, left, flip, table, out, height, width, channels, *size, padding, fill, HWC=hwc,
+                                        CHANNELS_LAST=channels_last, BLOCK=BLOCK)

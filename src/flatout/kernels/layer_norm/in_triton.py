@@ -71,8 +71,9 @@ def forward(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     """Fills y, h [R, N] and mean, rstd [R]; h is written only with a residual."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
-    _forward[(rows,)](x, residual, weight, bias, y, h, mean, rstd, width, eps, CENTRE=centre, RESIDUAL=residual is not None,
-                      WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=block, num_warps=_warps(block))
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _forward[(rows,)](x, residual, weight, bias, y, h, mean, rstd, width, eps, CENTRE=centre, RESIDUAL=residual is not None,
+                          WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=block, num_warps=_warps(block))
 
 
 def backward(dy: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, rstd: torch.Tensor,
@@ -80,8 +81,9 @@ def backward(dy: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, weight:
     """Fills dx [R, N] and partial [P, 2, N]: sums for weight and bias, of the rows that each program took."""
     rows, width = h.shape
     block = triton.next_power_of_2(width)
-    _backward[(partial.shape[0],)](dy, dh, h, weight, mean, rstd, dx, partial, rows, width, CENTRE=centre, DH=dh is not None,
-                                   WEIGHT=weight is not None, BLOCK=block, num_warps=_warps(block))
+    with torch.cuda.device_of(h):
+        _backward[(partial.shape[0],)](dy, dh, h, weight, mean, rstd, dx, partial, rows, width, CENTRE=centre, DH=dh is not None,
+                                       WEIGHT=weight is not None, BLOCK=block, num_warps=_warps(block))
 
 
 def _warps(block: int) -> int:

@@ -5,7 +5,8 @@ Formula: loss = mean over targets that count of logsumexp(z) - (1 - s) z_target 
 What it saves: plain, a batch of N rows and V classes holds N V logits, as many log-probabilities and as many gradients. Here a chunk
     of rows at a time is held, at most a sixteenth of them, and the gradient of the weight, V D.
 What bounds it: arithmetic, the three matrix products of 2 N V D operations each, which run at torch's own rate; between them a
-    chunk of logits is read twice and written once by one kernel.
+    chunk of logits is read twice and written once by one kernel. On Tensor Cores a V whose rows are no multiple of 16 bytes is made one of 64 for
+    the products, by a copy of the weight.
 Limits: reductions "mean" and "sum", class numbers as targets, no class weights; differentiable once.
 Sources: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; gradients in the forward pass by chunks of rows as in
     Hsu et al., Liger Kernel, 2024, and Wijmans et al., Cut Your Losses, 2024, for what else can be saved.

@@ -1,4 +1,4 @@
-"""The situations of linear_cross_entropy: ragged vocabularies, ignored targets, all of them ignored, smoothing, chunks, none at all."""
+"""The situations of linear_cross_entropy: ragged vocabularies, also in longer rows, ignored targets, all of them ignored, smoothing, chunks, none at all."""
 
 from __future__ import annotations
 
@@ -16,22 +16,28 @@ SMALL = [
     (4, 8, 257, F16, False, 0.25, "mean", 0.1, 1.0), (0, 4, 8, F32, True, 0.0, "sum", 0.0, 1.0), (4, 4, 9, F32, True, 1.0, "sum", 0.0, 1.0),
     (4, 4, 12, F32, True, 0.0, "mean", 0.0, 60.0),
 ]
+PADDED = [
+    ((5, 4, 7, F32, True, 0.3, "mean", 0.1, 1.0), 64), ((4, 8, 257, F16, True, 0.25, "mean", 0.1, 1.0), 64),
+    ((6, 8, 130, BF16, False, 0.2, "sum", 0.0, 1.0), 64), ((3, 6, 1000, F32, True, 1.0, "sum", 0.0, 1.0), 3),
+    ((4, 4, 64, F32, True, 0.0, "mean", 0.0, 60.0), 64),
+]  # and the multiple of classes that the products are made with
 LARGE = [(256, 128, 50257, F32, "any"), (8192, 768, 50257, F32, "gpu"), (8192, 768, 50257, BF16, "gpu"), (8192, 4096, 128256, BF16, "gpu")]
 
 
 def cases() -> list[Case]:
-    return [*(_case(*row) for row in SMALL), _all_ignored(), _in_chunks(),
+    return [*(_case(*row) for row in SMALL), *(_case(*row, pad_to=pad_to) for row, pad_to in PADDED), _all_ignored(), _in_chunks(), _in_chunks(64),
             *(Case(f"{rows:,} rows of {width:,}, {classes:,} classes, {str(dtype).removeprefix('torch.')}",
                    partial(_inputs, rows=rows, width=width, classes=classes, dtype=dtype),
                    dtype, ("x", "weight"), terms=width, bench=bench) for rows, width, classes, dtype, bench in LARGE)]
 
 
-def _case(rows: int, width: int, classes: int, dtype: torch.dtype, bias: bool, ignored: float, reduction: str, smoothing: float, scale: float) -> Case:
+def _case(rows: int, width: int, classes: int, dtype: torch.dtype, bias: bool, ignored: float, reduction: str, smoothing: float, scale: float,
+          pad_to: int = 0) -> Case:
     title = f"{rows} rows of {width}, {classes} classes, {str(dtype).removeprefix('torch.')}, {reduction}" + (f", smoothing {smoothing:g}" if smoothing else "")
-    title += f", {100 * ignored:.0f} % ignored" if ignored else ""
+    title += (f", {100 * ignored:.0f} % ignored" if ignored else "") + (f", in multiples of {pad_to}" if pad_to else "")
     # exp() carries the error of a logit over, so logits of 60 lose as many digits as 60 has.
     return Case(title, partial(_inputs, rows=rows, width=width, classes=classes, dtype=dtype, bias=bias, ignored=ignored, reduction=reduction,
-                               smoothing=smoothing, scale=scale), dtype,
+                               smoothing=smoothing, scale=scale, pad_to=pad_to), dtype,
                 ("x", "weight", *(("bias",) if bias else ())), terms=int((width + rows) * (1 + scale**2)), inside=0.0 if dtype is F32 else 8.0)
 
 
@@ -40,15 +46,16 @@ def _all_ignored() -> Case:
                 ("x", "weight", "bias"), terms=8)
 
 
-def _in_chunks() -> Case:
+def _in_chunks(pad_to: int = 0) -> Case:
     """More rows than one chunk takes: 20 x 14,000 logits are 1.1 MB."""
-    return Case("20 rows of 3, 14,000 classes, float32, in chunks", partial(_inputs, rows=20, width=3, classes=14_000, dtype=F32, ignored=0.1), F32,
-                ("x", "weight"), terms=14_000)
+    title = "20 rows of 3, 14,000 classes, float32, in chunks" + (f", in multiples of {pad_to}" if pad_to else "")
+    return Case(title, partial(_inputs, rows=20, width=3, classes=14_000, dtype=F32, ignored=0.1, pad_to=pad_to), F32, ("x", "weight"), terms=14_000)
 
 
 def _inputs(draw: torch.Generator, rows: int, width: int, classes: int, dtype: torch.dtype, bias: bool = False, ignored: float = 0.0,
-            reduction: str = "mean", smoothing: float = 0.0, scale: float = 1.0) -> Inputs:
+            reduction: str = "mean", smoothing: float = 0.0, scale: float = 1.0, pad_to: int = 0) -> Inputs:
     target = torch.randint(classes, (rows,), generator=draw)
     target[torch.rand(rows, generator=draw) < ignored] = -100
     return {"x": (scale * torch.randn(rows, width, generator=draw)).to(dtype), "weight": torch.randn(classes, width, generator=draw).to(dtype),
-            "target": target, "bias": torch.randn(classes, generator=draw).to(dtype) if bias else None, "reduction": reduction, "label_smoothing": smoothing}
+            "target": target, "bias": torch.randn(classes, generator=draw).to(dtype) if bias else None, "reduction": reduction, "label_smoothing": smoothing,
+            "pad_to": pad_to}

@@ -10,9 +10,9 @@ MAX_BLOCK = 8192  # columns in registers at a time; more spills
 
 
 @triton.jit
-def _losses(logits, target, loss, classes, ignore_index, smoothing, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+def _losses(logits, target, loss, classes, columns, ignore_index, smoothing, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    start = logits + row * classes
+    start = logits + row * columns
     right = tl.load(target + row)
     counts = right != ignore_index
     most = -float("inf")
@@ -20,16 +20,16 @@ def _losses(logits, target, loss, classes, ignore_index, smoothing, GRADIENT: tl
     plain = 0.0
     of_right = 0.0
     for first in range(0, classes, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        inside = columns < classes
-        v = tl.load(start + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        at = first + tl.arange(0, BLOCK)
+        inside = at < classes
+        v = tl.load(start + at, mask=inside, other=-float("inf")).to(tl.float32)
         local = tl.maximum(most, tl.max(v, axis=0))
         # All of a row may be minus infinity so far: (-inf) - (-inf) must not be asked for.
         safe = tl.where(local == -float("inf"), 0.0, local)
         total = total * tl.exp(most - safe) + tl.sum(tl.exp(v - safe), axis=0)
         most = local
         plain += tl.sum(tl.where(inside, v, 0.0), axis=0)
-        of_right += tl.sum(tl.where(columns == right, v, 0.0), axis=0)
+        of_right += tl.sum(tl.where(at == right, v, 0.0), axis=0)
     log_sum = most + tl.log(total)
     one = log_sum - (1.0 - smoothing) * of_right
     if smoothing > 0.0:
@@ -38,16 +38,17 @@ def _losses(logits, target, loss, classes, ignore_index, smoothing, GRADIENT: tl
     one = tl.where((right < 0) | (right >= classes), float("nan"), one)
     tl.store(loss + row, tl.where(counts, one, 0.0))
     if GRADIENT:
-        for first in range(0, classes, BLOCK):
-            columns = first + tl.arange(0, BLOCK)
-            inside = columns < classes
-            v = tl.load(start + columns, mask=inside, other=-float("inf")).to(tl.float32)
-            g = tl.exp(v - log_sum) - smoothing / classes - tl.where(columns == right, 1.0 - smoothing, 0.0)
-            tl.store(start + columns, tl.where(counts, g, 0.0).to(logits.dtype.element_ty), mask=inside)
+        for first in range(0, columns, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            v = tl.load(start + at, mask=at < classes, other=-float("inf")).to(tl.float32)
+            g = tl.exp(v - log_sum) - smoothing / classes - tl.where(at == right, 1.0 - smoothing, 0.0)
+            tl.store(start + at, tl.where(counts & (at < classes), g, 0.0).to(logits.dtype.element_ty), mask=at < columns)
 
 
-def losses(logits: torch.Tensor, target: torch.Tensor, loss: torch.Tensor, ignore_index: int, smoothing: float, gradient: bool) -> None:
-    """Fills loss [n] in float32; with ``gradient`` replaces logits [n, V] by their gradients."""
-    rows, classes = logits.shape
+def losses(logits: torch.Tensor, classes: int, target: torch.Tensor, loss: torch.Tensor, ignore_index: int, smoothing: float, gradient: bool) -> None:
+    """Fills loss [n] in float32; with ``gradient`` replaces logits [n, V or more] by their gradients, which are zeros beyond the classes."""
+    rows, columns = logits.shape
     block = min(triton.next_power_of_2(classes), MAX_BLOCK)
-    _losses[(rows,)](logits, target, loss, classes, ignore_index, smoothing, GRADIENT=gradient, BLOCK=block, num_warps=min(max(block // 512, 1), 16))
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
+        _losses[(rows,)](logits, target, loss, classes, columns, ignore_index, smoothing, GRADIENT=gradient, BLOCK=block,
+                         num_warps=min(max(block // 512, 1), 16))

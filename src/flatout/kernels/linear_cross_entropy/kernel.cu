@@ -6,12 +6,12 @@
 #include "flatout.cuh"
 
 template <typename T>
-__device__ void losses(T* logits, const long long* target, float* loss, long long classes, long long ignore_index, float smoothing,
-                       long long with_gradient) {
-    T* row = logits + static_cast<long long>(blockIdx.x) * classes;
+__device__ void losses(T* logits, const long long* target, float* loss, long long classes, long long columns, long long ignore_index,
+                       float smoothing, long long with_gradient) {
+    T* row = logits + static_cast<long long>(blockIdx.x) * columns;
     const long long right = target[blockIdx.x];
     const bool counts = right != ignore_index;
-    const bool wide = classes % PACK<T> == 0 && packs(row);
+    const bool wide = columns % PACK<T> == 0 && packs(row);
     const long long first = wide ? threadIdx.x * PACK<T> : threadIdx.x, stride = wide ? blockDim.x * PACK<T> : blockDim.x;
     const int together = wide ? PACK<T> : 1;
     const float minus_infinity = -__int_as_float(0x7f800000);
@@ -21,9 +21,9 @@ __device__ void losses(T* logits, const long long* target, float* loss, long lon
         Pack<T> a;
         if (wide) a = *reinterpret_cast<const Pack<T>*>(row + i); else a.at[0] = row[i];
         float local = most;
-        for (int k = 0; k < together; k++) local = fmaxf(local, to_float(a.at[k]));
+        for (int k = 0; k < together && i + k < classes; k++) local = fmaxf(local, to_float(a.at[k]));
         if (local > most) { sum *= __expf(most - local); most = local; }
-        for (int k = 0; k < together; k++) {
+        for (int k = 0; k < together && i + k < classes; k++) {
             float v = to_float(a.at[k]);
             // All of a row may be minus infinity so far: then there is nothing to add, and (-inf) - (-inf) must not be asked for.
             if (v != minus_infinity) sum += __expf(v - most);
@@ -43,21 +43,21 @@ __device__ void losses(T* logits, const long long* target, float* loss, long lon
         loss[blockIdx.x] = !counts ? 0.0f : right < 0 || right >= classes ? __int_as_float(0x7fffffff) : one;
     }
     if (!with_gradient) return;
-    for (long long i = first; i < classes; i += stride) {
+    for (long long i = first; i < columns; i += stride) {
         Pack<T> a;
         if (wide) a = *reinterpret_cast<const Pack<T>*>(row + i); else a.at[0] = row[i];
         for (int k = 0; k < together; k++) {
             float g = __expf(to_float(a.at[k]) - log_sum) - smoothing / classes - (i + k == right ? 1 - smoothing : 0.0f);
-            a.at[k] = rounded<T>(counts ? g : 0.0f);
+            a.at[k] = rounded<T>(counts && i + k < classes ? g : 0.0f);
         }
         if (wide) *reinterpret_cast<Pack<T>*>(row + i) = a; else row[i] = a.at[0];
     }
 }
 
 #define KERNELS(suffix, T) \
-extern "C" __global__ void losses_##suffix(T* logits, const long long* target, float* loss, long long classes, long long ignore_index, \
-                                           float smoothing, long long with_gradient) { \
-    losses<T>(logits, target, loss, classes, ignore_index, smoothing, with_gradient); \
+extern "C" __global__ void losses_##suffix(T* logits, const long long* target, float* loss, long long classes, \
+                                           long long columns, long long ignore_index, float smoothing, long long with_gradient) { \
+    losses<T>(logits, target, loss, classes, columns, ignore_index, smoothing, with_gradient); \
 }
 KERNELS(f32, float)
 KERNELS(f16, half_t)

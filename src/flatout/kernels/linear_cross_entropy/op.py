@@ -4,6 +4,11 @@ The rows are taken in chunks. For each: logits by one matrix product, their loss
 gradients of x, weight and bias follow by two more products; then the chunk's memory is used again. So the gradients exist when the
 forward pass ends, unscaled; the backward pass multiplies them by what comes from above (for "mean" over the number of targets),
 in float32, so that nothing underflows in float16. Three products in all, as many as the plain way needs.
+
+Tensor Cores multiply at their full rate where rows begin at multiples of 16 bytes, and that a buffer's rows are longer than what they hold does not
+help: each size of a product must be such a multiple. So where they are used and the vocabulary is none (50,257 in bfloat16), the products are made
+with a copy of the weight that has some rows of zeros more (50,304). The losses know of the real classes only, and the gradients of the
+others are zeros, which add nothing to the gradient of x and are cut off that of the weight.
 """
 
 from __future__ import annotations
@@ -25,14 +30,16 @@ IN_ONE_BYTES = 1 << 20  # logits this small are not worth a loop
 CHUNKS = 16  # at least, of what is larger
 ROWS = 16  # in a chunk, at least
 OF_X, OF_WEIGHT, OF_BIAS = 1, 2, 4  # gradients that are wanted
+ALIGNED_BYTES, PADDED_TO = 16, 64  # what Tensor Cores ask of each row, and the multiple that is taken where it is none
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
-                         label_smoothing: float = 0.0, implementation: str = "") -> Tensor:
+                         label_smoothing: float = 0.0, implementation: str = "", pad_to: int = 0) -> Tensor:
     """cross_entropy(linear(x, weight, bias), target), a scalar in float32 (float64 for float64).
 
     x [N, D]; weight [V, D] and bias [V] of x's type; target [N] of int64. ``reduction`` is "mean" or "sum". Differentiable once: a second
     derivative raises RuntimeError. Raises ValueError for shapes that do not fit. ``implementation``: "" (the best here), "plain", "triton", "cuda".
+    ``pad_to``: the products are made with a multiple of so many classes; 0 takes what suits the device and the type. It changes no result.
     """
     if x.dim() != 2 or weight.dim() != 2 or target.shape != x.shape[:1] or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and target {tuple(target.shape)} are not [N, D], [V, D] and [N]")
@@ -40,31 +47,36 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor
     if any(each.dtype is not x.dtype or each.device != x.device for each in others) or (bias is not None and bias.shape != weight.shape[:1]) \
             or target.dtype is not torch.int64 or target.device != x.device:
         raise ValueError(f"x is {x.dtype} on {x.device}; weight, and bias [V], must be so too, and target int64 there; target is {target.dtype}")
+    if pad_to < 0:
+        raise ValueError(f"pad_to is a number of classes from 0, not {pad_to}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction {reduction!r} is not one of {', '.join(REDUCTIONS)}")
     wanted = 0
     if torch.is_grad_enabled():
         wanted = sum(bit for tensor, bit in ((x, OF_X), (weight, OF_WEIGHT), (bias, OF_BIAS)) if tensor is not None and tensor.requires_grad)
-    loss: Tensor = torch.ops.flatout.linear_cross_entropy(x, weight, target, bias, ignore_index, reduction, label_smoothing, wanted, implementation)[0]
+    loss: Tensor = torch.ops.flatout.linear_cross_entropy(x, weight, target, bias, ignore_index, reduction, label_smoothing, wanted, implementation, pad_to)[0]
     return loss
 
 
 def forward(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float, wanted: int,
-            implementation: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+            implementation: str, pad_to: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss; the factor of all gradients; unscaled gradients of x, weight and bias (empty where not wanted)."""
     way = implementation or best(x)
     rows, classes = x.shape[0], weight.shape[0]
+    columns = padded(classes, pad_to or _suits(x, classes))
+    if columns > classes:
+        weight, bias = F.pad(weight, (0, 0, 0, columns - classes)), None if bias is None else F.pad(bias, (0, columns - classes))
     sums = torch.float64 if x.dtype is torch.float64 else torch.float32
     factor = (target != ignore_index).sum().to(sums).reciprocal() if reduction == "mean" else x.new_ones((), dtype=sums)
     losses = x.new_empty(rows, dtype=sums)
     of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted & OF_X else x.new_empty(0)
     of_weight = x.new_zeros(weight.shape, dtype=sums) if wanted & OF_WEIGHT else x.new_empty(0, dtype=sums)
-    of_bias = x.new_zeros(classes, dtype=sums) if wanted & OF_BIAS else x.new_empty(0, dtype=sums)
-    step = chunk_rows(rows, classes, x.device.type)
+    of_bias = x.new_zeros(columns, dtype=sums) if wanted & OF_BIAS else x.new_empty(0, dtype=sums)
+    step = chunk_rows(rows, columns, x.device.type)
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))
         logits = F.linear(x[part], weight, bias)
-        gradient = _losses(way, logits, target[part].contiguous(), losses[part], ignore_index, label_smoothing, bool(wanted))
+        gradient = _losses(way, logits, classes, target[part].contiguous(), losses[part], ignore_index, label_smoothing, bool(wanted))
         del logits
         if wanted & OF_X:
             torch.mm(gradient, weight, out=of_x[part])
@@ -76,7 +88,18 @@ def forward(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, igno
         if wanted & OF_BIAS:
             of_bias += gradient.sum(0, dtype=sums)
         del gradient  # before the next chunk is made
-    return losses.sum() * factor, factor, of_x, of_weight, of_bias
+    return losses.sum() * factor, factor, of_x, of_weight[:classes], of_bias[:classes]
+
+
+def padded(classes: int, multiple: int) -> int:
+    """The next multiple from ``classes`` on."""
+    return -(-classes // multiple) * multiple
+
+
+def _suits(x: Tensor, classes: int) -> int:
+    """Of how many classes the products should be a multiple."""
+    tensor_cores = x.dtype in (torch.float16, torch.bfloat16) or (x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32")
+    return PADDED_TO if x.is_cuda and tensor_cores and classes * x.element_size() % ALIGNED_BYTES else 1
 
 
 def chunk_rows(rows: int, classes: int, device_type: str) -> int:
@@ -94,19 +117,23 @@ def best(x: Tensor) -> str:
     return "triton" if has_triton() else "cuda"
 
 
-def _losses(way: str, logits: Tensor, target: Tensor, losses: Tensor, ignore_index: int, smoothing: float, with_gradient: bool) -> Tensor:
-    """Fills ``losses``; gives the gradients of the logits, in their place where their type allows it."""
+def _losses(way: str, logits: Tensor, classes: int, target: Tensor, losses: Tensor, ignore_index: int, smoothing: float, with_gradient: bool) -> Tensor:
+    """Fills ``losses``; gives the gradients of the logits, in their place where their type allows it. Those beyond the classes are zeros."""
     if way == "triton":
         from flatout.kernels.linear_cross_entropy import in_triton
 
-        in_triton.losses(logits, target, losses, ignore_index, smoothing, with_gradient)
+        in_triton.losses(logits, classes, target, losses, ignore_index, smoothing, with_gradient)
         return logits
     if way == "cuda":
-        classes = logits.shape[1]
         SOURCE.launch(f"losses_{SUFFIX[logits.dtype]}", (logits.shape[0],), min(max(-(-classes // 128) * 32, 32), 512),
-                      (logits, target, losses, classes, ignore_index, float(smoothing), int(with_gradient)), logits.device)
+                      (logits, target, losses, classes, logits.shape[1], ignore_index, float(smoothing), int(with_gradient)), logits.device)
         return logits
-    return _plain_losses(logits, target, losses, ignore_index, smoothing, with_gradient)
+    gradient = _plain_losses(logits[:, :classes], target, losses, ignore_index, smoothing, with_gradient)
+    if logits.shape[1] == classes:
+        return gradient
+    logits[:, :classes] = gradient
+    logits[:, classes:] = 0.0
+    return logits
 
 
 def _plain_losses(logits: Tensor, target: Tensor, losses: Tensor, ignore_index: int, smoothing: float, with_gradient: bool) -> Tensor:
@@ -133,7 +160,7 @@ _forward = torch.library.custom_op("flatout::linear_cross_entropy", forward, mut
 
 
 @_forward.register_fake
-def _(x, weight, target, bias, ignore_index, reduction, label_smoothing, wanted, implementation):
+def _(x, weight, target, bias, ignore_index, reduction, label_smoothing, wanted, implementation, pad_to):
     sums = torch.float64 if x.dtype is torch.float64 else torch.float32
     one = x.new_empty((), dtype=sums)
     return (one, torch.empty_like(one), x.new_empty(x.shape if wanted & OF_X else (0,)),
@@ -141,7 +168,7 @@ def _(x, weight, target, bias, ignore_index, reduction, label_smoothing, wanted,
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, _, bias, *_, ctx.wanted, _ = inputs
+    x, weight, _, bias, *_, ctx.wanted, _, _ = inputs
     ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
@@ -156,7 +183,7 @@ def _gradient(ctx: Any, of_loss: Tensor, *_: Any) -> Any:
     scale = torch.where(factor.isinf(), torch.zeros_like(factor), of_loss * factor)
     of_x, of_weight, of_bias = ((held * scale).to(dtype) if ctx.wanted & bit else None
                                 for held, bit, dtype in zip(unscaled, (OF_X, OF_WEIGHT, OF_BIAS), ctx.dtypes, strict=True))
-    return of_x, of_weight, None, of_bias, None, None, None, None, None
+    return of_x, of_weight, None, of_bias, None, None, None, None, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)

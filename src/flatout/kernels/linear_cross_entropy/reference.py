@@ -12,6 +12,6 @@ import torch.nn.functional as F
 
 
 def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, ignore_index: int = -100,
-                         reduction: str = "mean", label_smoothing: float = 0.0) -> torch.Tensor:
-    """A scalar. x [N, D]; weight [V, D]; bias [V]; target [N] of class numbers."""
+                         reduction: str = "mean", label_smoothing: float = 0.0, pad_to: int = 0) -> torch.Tensor:
+    """A scalar. x [N, D]; weight [V, D]; bias [V]; target [N] of class numbers. ``pad_to`` is how it is computed, and changes nothing."""
     return F.cross_entropy(F.linear(x, weight, bias), target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)

@@ -5,6 +5,7 @@ One program takes BLOCK neighbouring elements; the mask keeps the last program i
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,9 +36,11 @@ def _backward(g, a, b, of_a, of_b, count, BLOCK: tl.constexpr):
 
 def forward(a: Tensor, b: Tensor, y: Tensor) -> None:
     """Fills y. All contiguous, of one shape."""
-    _forward[(triton.cdiv(a.numel(), BLOCK),)](a, b, y, a.numel(), BLOCK=BLOCK)
+    with torch.cuda.device_of(a):  # Triton launches on the current device
+        _forward[(triton.cdiv(a.numel(), BLOCK),)](a, b, y, a.numel(), BLOCK=BLOCK)
 
 
 def backward(g: Tensor, a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> None:
     """Fills of_a and of_b."""
-    _backward[(triton.cdiv(a.numel(), BLOCK),)](g, a, b, of_a, of_b, a.numel(), BLOCK=BLOCK)
+    with torch.cuda.device_of(a):
+        _backward[(triton.cdiv(a.numel(), BLOCK),)](g, a, b, of_a, of_b, a.numel(), BLOCK=BLOCK)

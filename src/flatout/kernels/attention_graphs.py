@@ -1,0 +1,167 @@
+"""Attention that is written by hand in a graph that is about to be compiled, put into its fused form.
+
+The compiler has patterns of its own for this, one for each way of writing, and most ways are none of them. This reads the same ways as
+``attention_deferred``. Weights that anything else in the graph uses are left alone, and so is attention around which something is changed in place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node, Proxy
+from torch.fx.proxy import GraphAppendingTracer
+
+from flatout.kernels.attention_forms import (
+    MAKES_MASKS,
+    OUT_OF_PLACE,
+    PRODUCTS,
+    Finished,
+    Form,
+    attend,
+    causal_and_whole,
+    extended,
+    finished,
+    product,
+    with_operands,
+)
+
+MOST_ELEMENTS = 1 << 26  # of a mask that is computed to see whether it is causal
+
+
+class _See:
+    """Arguments of a node: other nodes, which know the shape and dtype of what they make."""
+
+    def tensor(self, thing: Any) -> Any:
+        node = thing.node if isinstance(thing, Proxy) else thing
+        made = node.meta.get("example_value") if isinstance(node, Node) else None
+        return made if isinstance(made, torch.Tensor) else None
+
+    def number(self, thing: Any) -> float | None:
+        if isinstance(thing, Node) and _name(thing) in ("full", "tensor") and thing.op == "call_function" and self.tensor(thing) is not None:
+            value = thing.args[-1] if thing.args else thing.kwargs.get("fill_value")
+            thing = value if self.tensor(thing).dim() == 0 else None
+        return float(thing) if isinstance(thing, (int, float)) and not isinstance(thing, bool) else None
+
+    def same(self, one: Any, other: Any) -> bool:
+        if isinstance(one, int) and isinstance(other, int):
+            return one == other
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes most of a second
+
+        return statically_known_true(one == other)
+
+
+SEE = _See()
+
+
+def rewrite(graph: Graph) -> int:
+    """Change the graph, and say how many attentions were put into their fused form."""
+    forms: dict[Node, Form] = {}
+    found: list[tuple[Node, Finished]] = []
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        name, made = _name(node), SEE.tensor(node)
+        if name is None or made is None:
+            continue
+        args, kwargs = with_operands(name, node.args), dict(node.kwargs)
+        known = [at for at, each in enumerate(args) if isinstance(each, Node) and each in forms]
+        if known == [0] and name in OUT_OF_PLACE:  # whoever uses the changed tensor from here on uses what this operator gives back
+            args[0].replace_all_uses_with(node, delete_user_cb=lambda user, here=order[node]: order[user] > here)
+        if not known and name in PRODUCTS:
+            form = product(SEE, name, args, kwargs)
+            if form is not None and made.dtype.is_floating_point:
+                forms[node] = replace(form, dtype=made.dtype)
+        elif len(known) == 1 and len(args[known[0]].users) == 1:
+            form = forms[args[known[0]]]
+            if name in PRODUCTS:
+                whole = finished(SEE, name, form, known[0], args, kwargs, made)
+                if whole is not None and _can_be_placed(whole):
+                    found.append((node, whole))
+            elif (longer := extended(SEE, name, form, known[0], args, kwargs, made)) is not None:
+                forms[node] = longer
+    return sum(_replace(graph, node, whole, forms) for node, whole in found)
+
+
+def _name(node: Node) -> str | None:
+    """How torch calls the operator of this node."""
+    if node.op == "call_method":
+        return str(node.target)
+    name = getattr(node.target, "__name__", None) if node.op == "call_function" else None
+    module = str(getattr(node.target, "__module__", None) or "torch")
+    return name if name is not None and (module.startswith("torch") or module in ("_operator", "math")) else None
+
+
+def _can_be_placed(whole: Finished) -> bool:
+    """Sizes that are not numbers can be in no node: then everything must have its four axes already."""
+    form = whole.form
+    shapes = [SEE.tensor(each).shape for each in (form.q, form.k, whole.v)]
+    if all(isinstance(size, int) for shape in (*shapes, form.batch) for size in shape):
+        return True
+    orders = [axes or range(len(shape)) for shape, axes in zip(shapes, (form.q_axes, form.k_axes, whole.v_axes), strict=True)]
+    batches = [*([shape[axis] for axis in order[:-2]] for shape, order in zip(shapes, orders, strict=True)), form.masked or form.batch, form.batch]
+    return all(len(batch) == 2 and all(map(SEE.same, batch, form.batch)) for batch in batches)
+
+
+def _replace(graph: Graph, last: Node, whole: Finished, forms: dict[Node, Form]) -> bool:
+    chain = [last]
+    while (before := next((each for each in chain[-1].all_input_nodes if each in forms), None)) is not None:
+        chain.append(before)
+    if any(_changes(node) for node in _between(chain[-1], last) if node not in chain):
+        return False
+    tracer = GraphAppendingTracer(graph)
+    form = whole.form
+    causal, checked = _causal(form)
+    with graph.inserting_before(last):
+        masks = tuple(replace(mask, tensor=Proxy(mask.tensor, tracer)) for mask in form.masks)
+        placed = replace(form, q=Proxy(form.q, tracer), k=Proxy(form.k, tracer), masks=masks)
+        out = attend(SEE, replace(whole, form=placed, v=Proxy(whole.v, tracer)), causal, checked).node
+    out.meta = dict(last.meta)
+    last.replace_all_uses_with(out)
+    for node in chain:
+        graph.erase_node(node)
+    return True
+
+
+def _between(first: Node, last: Node) -> Iterator[Node]:
+    node = first
+    while node is not last:
+        yield node
+        node = node.next
+
+
+CHANGES_IT = re.compile(r"(?!__)\w+_|setitem|__setitem__|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)")
+KEEPS_IT = frozenset(("and_", "or_", "not_", "is_"))  # of the module operator
+
+
+def _changes(node: Node) -> bool:
+    """Whether this may change a tensor in place."""
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    inside = CHANGES_IT.fullmatch(name) is not None and name not in KEEPS_IT
+    return inside or any(node.kwargs.get(key) for key in ("out", "inplace"))
+
+
+def _causal(form: Form) -> tuple[bool, bool]:
+    """As ``causal_and_whole``, of a mask that the graph makes of nothing but numbers."""
+    if len(form.masks) != 1:
+        return False, False
+    mask = _constant(form.masks[0].tensor)
+    return (False, False) if mask is None else causal_and_whole(replace(form, masks=(replace(form.masks[0], tensor=mask),)))
+
+
+def _constant(thing: Any) -> Any:
+    """The value of a node that depends on no input of the graph, on the CPU; None for others."""
+    if not isinstance(thing, Node):
+        return thing
+    made = SEE.tensor(thing)
+    if _name(thing) not in MAKES_MASKS or made is None or any(not isinstance(size, int) for size in made.shape) or made.numel() > MOST_ELEMENTS:
+        return None
+    if any(_constant(each) is None for each in thing.all_input_nodes) or any(_changes(user) for each in (thing, *thing.all_input_nodes) for user in each.users):
+        return None
+    args, kwargs = torch.fx.node.map_aggregate((thing.args, thing.kwargs), _constant)
+    kwargs = {key: each for key, each in kwargs.items() if key not in ("device", "pin_memory")}
+    args = tuple(each for each in args if not isinstance(each, torch.device))
+    with torch.no_grad(), torch.device("cpu"):
+        return getattr(torch.Tensor, thing.target)(*args, **kwargs) if isinstance(thing.target, str) else thing.target(*args, **kwargs)

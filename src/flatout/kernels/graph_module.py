@@ -1,0 +1,409 @@
+"""Forward and backward passes of one module as CUDA graphs, one recording for each shape of its inputs.
+
+A call whose shapes were seen before is replayed: its inputs are copied to where the recording reads them, and its outputs from where the recording
+writes them, so the script may keep what it gets. Everything else runs as the script wrote it: evaluation, other shapes, calls that cannot be recorded.
+
+    first call of a shape    runs eagerly
+    second                   runs eagerly, and is watched (``graph_watch.py``)
+    third                    is recorded, forward and backward, and replayed
+    later ones               are replayed
+
+One recording holds the intermediate results of one pass. While a backward pass may still need them, another call of the same shape has a recording of its own.
+A backward pass that was not recorded (through other outputs, a second time, or with ``create_graph``) computes the forward pass once more, from the same
+random numbers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from flatout.kernels.graph_arguments import NotRecordable, emptied, filled, layout, like, why_not_outputs
+from flatout.kernels.graph_capture import InOrder, Recording, capture, plain_grad
+from flatout.kernels.graph_watch import Watched, watched
+
+MOST_SHAPES = 8  # that are recorded of one module
+MOST_AT_ONCE = 4  # recordings of one shape: passes whose backward pass is still to come
+PATIENCE = 8  # eager passes of a shape, until it is known which of its outputs are differentiated
+MOST_CHANGES = 3  # of a module's attributes, after which it is recorded again
+CHECKED = {2, 32, 512, 8192}  # replays that are compared with an eager pass
+LEAST_FREE = 0.1  # of the device's memory, for evaluations and other shapes
+TOLERANCE = 1e-2  # of the largest value: kernels of a recording may round otherwise, a pass that does something else differs by more
+
+
+class ModuleGraphs:
+    """Stands in the place of a module's forward. ``tell(why)`` is called once, where nothing of this module can be recorded.
+
+    ``operators`` False leaves out watching each operator, for a forward pass that a compiler has made.
+    """
+
+    def __init__(self, module: Any, forward: Callable[..., Any], tell: Callable[[str], None], operators: bool) -> None:
+        self.module, self.forward, self.tell, self.operators = module, forward, tell, operators
+        self.device = next(p.device for p in module.parameters())
+        self.modules = list(module.modules())
+        self.shapes: dict[Any, _Shape] = {}
+        self.changes: list[str] = []
+        self.changed_outside = 0
+        self.inside = False  # a forward pass of this module
+        self.off = False
+
+    # -- what the script calls --------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.off or not torch.is_grad_enabled() or _elsewhere():
+            return self.forward(*args, **kwargs)
+        inputs: list[Any] = []
+        try:
+            key = layout(args, inputs), layout(kwargs, inputs), self._state()
+        except NotRecordable:
+            return self.forward(*args, **kwargs)
+        shape = self.shapes.get(key)
+        if shape is None:
+            if len(self.shapes) >= MOST_SHAPES:
+                return self.forward(*args, **kwargs)
+            shape = self.shapes[key] = _Shape()
+        return self._pass(shape, inputs, args, kwargs)
+
+    def attribute_changed(self, name: str) -> None:
+        """The script, or the forward pass itself, has set an attribute of one of the modules."""
+        self.changes.append(name)
+        if not self.inside:
+            self.shapes.clear()
+            self.changed_outside += 1
+            if self.changed_outside > MOST_CHANGES:
+                self._give_up(f"depends on {name}, which the script sets again and again")
+
+    def _state(self) -> tuple[Any, ...]:
+        """What a recording depends on beside its inputs: modes, and where parameters and buffers lie."""
+        autocast = torch.is_autocast_enabled("cuda")
+        return ([module.training for module in self.modules].__repr__(), tuple((p.data_ptr(), p.requires_grad) for p in self.module.parameters()),
+                tuple(buffer.data_ptr() for buffer in self.module.buffers()), torch.get_autocast_dtype("cuda") if autocast else None)
+
+    # -- the passes of one shape ------------------------------------------------------------------------------------
+
+    def _pass(self, shape: _Shape, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        shape.calls += 1
+        if shape.eager or shape.calls == 1:
+            return self._eagerly(args, kwargs)
+        if shape.seen is None:
+            return self._watch(shape, inputs, args, kwargs)
+        if not shape.used:
+            if shape.calls > PATIENCE:
+                self._stays_eager(shape, "has no output that is differentiated")
+            return _observed(shape, self._eagerly(args, kwargs))
+        recorded = shape.free()
+        if recorded is None:
+            if len(shape.recordings) >= MOST_AT_ONCE:
+                return self._eagerly(args, kwargs)
+            recorded = self._record(shape, inputs, args, kwargs)
+            if recorded is None:
+                return self._eagerly(args, kwargs)
+        shape.replays += 1
+        if shape.replays in CHECKED and not self._agrees(recorded, inputs, args, kwargs):
+            self._give_up("does not repeat what was recorded: it depends on something outside of its inputs and modules")
+            return self._eagerly(args, kwargs)
+        return recorded.passed(inputs, args, kwargs)
+
+    def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.inside = True
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            self.inside = False
+
+    def _watch(self, shape: _Shape, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with watched(self.module, inputs, self.device, self.changes, self.operators) as seen:
+            found = self._eagerly(args, kwargs)
+        shape.seen = seen
+        leaves, _ = _pytree.tree_flatten(found)
+        why = seen.why or why_not_outputs(leaves, [*inputs, *self.module.parameters(), *self.module.buffers()])
+        if why:
+            self._stays_eager(shape, why)
+            return found
+        return _observed(shape, found)
+
+    def _record(self, shape: _Shape, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorded | None:
+        assert shape.seen is not None
+        self.inside = True
+        changes = len(self.changes)
+        try:
+            recorded = Recorded(self, shape.seen, frozenset(shape.used), inputs, args, kwargs)
+            if len(self.changes) > changes:
+                raise NotRecordable(f"sets {self.changes[-1]}")
+        except (RuntimeError, NotRecordable) as error:  # CUDA's refusals and out of memory are RuntimeErrors
+            first = str(error).strip().splitlines() or [type(error).__name__]
+            self._stays_eager(shape, str(error) if isinstance(error, NotRecordable) else f"cannot be recorded ({first[0][:160]})")
+            return None
+        finally:
+            self.inside = False
+        shape.recordings.append(recorded)
+        return recorded
+
+    def _stays_eager(self, shape: _Shape, why: str) -> None:
+        shape.eager, shape.recordings = True, []
+        if not any(other.recordings for other in self.shapes.values()):
+            self.tell(why)
+
+    def _give_up(self, why: str) -> None:
+        self.forget()
+        self.tell(why)
+
+    def forget(self) -> None:
+        """Give the memory of all recordings back; from now on everything is eager."""
+        self.off = True
+        self.shapes.clear()
+
+    def _agrees(self, recorded: Recorded, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a replay and an eager pass compute the same, from the same random numbers. Leaves buffers and generator as they were."""
+        before, written = _generator(self.device), recorded.seen.written
+        kept = [buffer.clone() for buffer in written]
+        replayed = recorded.replayed(inputs)
+        _put_back(self.device, before, written, kept)
+        found = self._eagerly(args, kwargs)
+        _put_back(self.device, before, written, kept)
+        return all(_close(one, other) for one, other in zip(replayed, _tensors_of(found), strict=True))
+
+
+class _Shape:
+    """What is known of calls with one shape of inputs, in one mode."""
+
+    def __init__(self) -> None:
+        self.calls = self.replays = 0
+        self.eager = False  # for good
+        self.seen: Watched | None = None
+        self.used: set[int] = set()  # outputs that a backward pass came through
+        self.recordings: list[Recorded] = []
+
+    def free(self) -> Recorded | None:
+        return next((recorded for recorded in self.recordings if not recorded.busy), None)
+
+
+def _observed(shape: _Shape, found: Any) -> Any:
+    """The same outputs; notes which of them a backward pass comes through."""
+    leaves, structure = _pytree.tree_flatten(found)
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaves[at] = leaf.clone()  # its gradient is the script's: one output may be computed from another
+            leaves[at].register_hook(lambda _, at=at: shape.used.add(at))
+    return _pytree.tree_unflatten(leaves, structure)
+
+
+# -- one recording ------------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """Forward and backward pass as two graphs that share their memory. Raises RuntimeError or NotRecordable where they cannot be recorded."""
+
+    def __init__(self, graphs: ModuleGraphs, seen: Watched, used: frozenset[int], inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.graphs, self.seen, self.device = graphs, seen, graphs.device
+        self.autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        self.lease: weakref.ref[_Lease] | None = None
+        self.order = InOrder(self.device)
+        self.parameters = [p for p in graphs.module.parameters() if p.requires_grad]
+        self.inputs = [like(tensor) for tensor in inputs]
+        self.forward_graph, self.backward_graph, pool = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        static = iter(self.inputs)
+        mine = filled(args, static), filled(kwargs, static)
+        torch.clear_autocast_cache()  # weights that were cast outside of a recording are not part of it
+        try:
+            with _leaves_of_its_own(graphs.module) as own, capture(self.forward_graph, self.device, pool):
+                found = graphs.forward(*mine[0], **mine[1])
+        finally:
+            torch.clear_autocast_cache()
+        leaves, self.structure = _pytree.tree_flatten(found)
+        if why := why_not_outputs(leaves, [*self.inputs, *self.parameters, *graphs.module.buffers()]):
+            raise NotRecordable(why)
+        self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.differentiable = [at for at in self.places if leaves[at].requires_grad]
+        self.used = sorted(used & set(self.differentiable))
+        self.gradients = [torch.empty_like(leaves[at]) for at in self.used]
+        if any(id(leaf) in own for leaf in _leaves([leaves[at] for at in self.used])):
+            raise NotRecordable("reaches its weights by another way than its modules")
+        wanted = [tensor for tensor in (*self.inputs, *(own[id(p)] for p in self.parameters)) if tensor.requires_grad]
+        with capture(self.backward_graph, self.device, pool):
+            made = plain_grad()([leaves[at] for at in self.used], wanted, self.gradients, allow_unused=True)
+        if any(each is not None and (type(each) is not torch.Tensor or each.layout != torch.strided) for each in made):
+            raise NotRecordable("has sparse gradients")
+        free_bytes, all_bytes = torch.cuda.mem_get_info(self.device)
+        if free_bytes < LEAST_FREE * all_bytes:
+            raise NotRecordable("leaves too little memory for what is not recorded")
+        self.outputs = [leaves[at].detach() for at in self.places]
+        self.made = [None if each is None else each.detach() for each in made]
+        self.wanted = [tensor.requires_grad for tensor in (*self.inputs, *self.parameters)]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a backward pass may still need what the last forward pass has left."""
+        return self.lease is not None and self.lease() is not None
+
+    def passed(self, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward pass, in the place of the eager one; what it returns belongs to the script."""
+        lease = _Lease(args, kwargs, _generator(self.device))
+        self.lease = weakref.ref(lease)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (lease, tensor), lambda held: held[1]):
+            outputs = _Replay.apply(self, lease, len(inputs), *inputs, *self.parameters)
+        leaves = list(self.leaves)
+        for at, output in zip(self.places, outputs, strict=True):
+            leaves[at] = output
+        return _pytree.tree_unflatten(leaves, self.structure)
+
+    def replayed(self, inputs: Iterable[Any]) -> list[Any]:
+        """The outputs of a replay, in memory of their own."""
+        with torch.no_grad():
+            moved = [(to, given) for to, given in zip(self.inputs, inputs, strict=True) if to.numel()]
+            self.order.wait()
+            if moved:
+                torch._foreach_copy_([to for to, _ in moved], [given for _, given in moved])
+            self.forward_graph.replay()
+            if self.seen.written:
+                torch.autograd.graph.increment_version(self.seen.written)
+            return [output.clone() for output in self.outputs]
+
+    def differentiated(self, gradients: list[Any]) -> list[Any]:
+        """The gradients of inputs and parameters, from those of the used outputs, in memory of their own."""
+        with torch.no_grad():
+            self.order.wait()
+            torch._foreach_copy_(self.gradients, gradients)
+            self.backward_graph.replay()
+            there = [each for each in self.made if each is not None]
+            fresh = [torch.empty_like(each) for each in there]
+            if there:
+                torch._foreach_copy_(fresh, there)
+        own, found = iter(fresh), iter(self.made)
+        return [None if not wanted or next(found) is None else next(own) for wanted in self.wanted]
+
+
+class _Lease:
+    """Lives as long as autograd keeps what a forward pass has saved: until its backward pass, or for as long as the script retains the graph."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], generator: tuple[int, int]) -> None:
+        self.arguments, self.generator = (emptied(args), emptied(kwargs)), generator
+
+
+class _Replay(torch.autograd.Function):
+    """The place of a replayed pass in the script's autograd graph. Arguments: the recording, its lease, how many inputs, inputs and parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, recorded: Recorded, lease: _Lease, count: int, *tensors: Any) -> Any:
+        ctx.recorded, ctx.arguments, ctx.generator, ctx.done = recorded, lease.arguments, lease.generator, False
+        ctx.set_materialize_grads(False)
+        outputs = recorded.replayed(tensors[:count])
+        ctx.save_for_backward(torch.empty(0), *tensors[:count])
+        ctx.mark_non_differentiable(*(output for at, output in zip(recorded.places, outputs, strict=True) if at not in recorded.differentiable))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        recorded: Recorded = ctx.recorded
+        _, *inputs = ctx.saved_tensors
+        given = {at: gradient for at, gradient in zip(recorded.places, gradients, strict=True) if gradient is not None}
+        if torch.is_grad_enabled() or ctx.done or sorted(given) != recorded.used:
+            return (None, None, None, *_computed_again(recorded, inputs, ctx.arguments, ctx.generator, given))
+        ctx.done = True  # its replay writes over what the forward pass has kept
+        return (None, None, None, *recorded.differentiated([given[at] for at in recorded.used]))
+
+
+def _computed_again(recorded: Recorded, inputs: list[Any], arguments: Any, generator: tuple[int, int], given: dict[int, Any]) -> list[Any]:
+    """Gradients by an eager pass with the inputs and random numbers of the replayed one. They can be differentiated again."""
+    again, module, device, written = torch.is_grad_enabled(), recorded.graphs.module, recorded.device, recorded.seen.written
+    now, kept = _generator(device), [buffer.clone() for buffer in written]
+    static = iter(inputs)
+    args, kwargs = filled(arguments[0], static), filled(arguments[1], static)
+    _put_back(device, generator, (), ())
+    with torch.enable_grad(), torch.autocast("cuda", enabled=recorded.autocast[0], dtype=recorded.autocast[1]):
+        leaves = _pytree.tree_flatten(recorded.graphs._eagerly(args, kwargs))[0]
+    _put_back(device, now, written, kept)
+    sources = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
+    places = [at for at, source in enumerate(sources) if source.requires_grad]
+    at_outputs = [at for at in sorted(given) if leaves[at].requires_grad]
+    found = plain_grad()([leaves[at] for at in at_outputs], [sources[at] for at in places], [given[at] for at in at_outputs], allow_unused=True,
+                         create_graph=again)
+    every: list[Any] = [None] * len(sources)
+    for at, each in zip(places, found, strict=True):
+        every[at] = each
+    return every
+
+
+@contextmanager
+def _leaves_of_its_own(module: Any) -> Iterator[dict[int, Any]]:
+    """Inside, the module has other parameters in the same memory; they are given by the ids of its own ones.
+
+    The script's graphs of earlier steps keep nodes for its parameters that belong to the stream of those steps. A recording cannot contain them.
+    """
+    own = {id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    lists: list[tuple[dict[str, Any], str, Any]] = []
+    for part in module.modules():
+        for name, p in part._parameters.items():
+            if p is not None:
+                before.append((part._parameters, name, p))
+        if "_flat_weights" in vars(part):  # torch's recurrent layers call their kernels with these
+            flat = [own.get(id(p), p) for p in part._flat_weights]
+            lists += [(vars(part), "_flat_weights", flat), (vars(part), "_flat_weight_refs", [None if p is None else weakref.ref(p) for p in flat])]
+    before += [(table, name, table[name]) for table, name, _ in lists]
+    for table, name, value in [*((table, name, own[id(p)]) for table, name, p in before if isinstance(p, torch.Tensor)), *lists]:
+        table[name] = value
+    try:
+        yield own
+    finally:
+        for table, name, value in before:
+            table[name] = value
+
+
+def _leaves(outputs: list[Any]) -> Iterator[Any]:
+    """The leaves of the autograd graph of these tensors."""
+    waiting, seen = [output.grad_fn for output in outputs], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [following for following, _ in node.next_functions]
+
+
+# -- what is asked of torch ---------------------------------------------------------------------------------------------
+
+
+def _elsewhere() -> bool:
+    """Whether a recording, a compiler, a tracer, a transform or a mode is at work, which must see the real pass."""
+    return bool(Recording.active or torch.cuda.is_current_stream_capturing() or torch.compiler.is_compiling() or torch.jit.is_tracing()
+                or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None)
+
+
+def _tensors_of(found: Any) -> list[Any]:
+    return [leaf for leaf in _pytree.tree_flatten(found)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _close(one: Any, other: Any) -> bool:
+    with torch.no_grad():
+        if torch.equal(one, other):
+            return True
+        if not one.is_floating_point():
+            return False
+        a, b = one.double(), other.double()
+        off = (a - b).abs().nan_to_num(nan=0.0)
+        return bool((a.isfinite() == b.isfinite()).all() and off.max() <= TOLERANCE * b[b.isfinite()].abs().max())
+
+
+def _generator(device: Any) -> tuple[int, int]:
+    """Seed and offset of the device's random numbers."""
+    generator = torch.cuda.default_generators[device.index]
+    return generator.initial_seed(), generator.get_offset()
+
+
+def _put_back(device: Any, state: tuple[int, int], buffers: Iterable[Any], values: Iterable[Any]) -> None:
+    generator = torch.cuda.default_generators[device.index]
+    if generator.initial_seed() != state[0]:
+        generator.manual_seed(state[0])
+    generator.set_offset(state[1])
+    with torch.no_grad():
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.data.copy_(value)  # without a new version: a backward pass to come may have saved the buffer

@@ -1,0 +1,174 @@
+"""The update of one optimizer as a CUDA graph.
+
+Recorded is what the optimizer's own ``step`` launches. It reads gradients from memory of its own, to which those of the parameters are copied before each
+replay. Numbers of the parameter groups are part of a recording: one that changes rarely, as a learning rate does between epochs, costs a new recording. A
+learning rate that changes in every step is read from the device, where the optimizer's kernels can do that ("fused").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flatout.kernels.graph_capture import InOrder, Recording, capture
+
+KINDS = {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "ASGD", "Adagrad"}
+WARM_STEPS = 2  # eager ones, in which optimizers make their state
+FEWEST_STEPS = 20  # replays that a recording should have served before another one is made
+
+
+def why_not(optimizer: Any) -> str:
+    """Why the update of this optimizer cannot be recorded; "" where it can."""
+    kind = type(optimizer)
+    if kind.__module__.split(".")[:2] != ["torch", "optim"] or kind.__name__ not in KINDS or own_step(kind) is None:
+        return f"{kind.__name__} is not one of torch's optimizers whose update can be recorded"
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not parameters or any(not p.is_cuda or p.device != parameters[0].device for p in parameters):
+        return "not all of its parameters are on one CUDA device"
+    if kind.__name__ != "SGD" and not all(group.get("capturable") or group.get("fused") for group in optimizer.param_groups):
+        return f"{kind.__name__} counts its steps on the host (with fused=True it counts on the device)"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "it is differentiable"
+    return ""
+
+
+def own_step(kind: Any) -> Any:
+    """The step of an optimizer class inside what calls its hooks, and inside what the compiler may have put around that; None where there is none."""
+    step = kind.step
+    while step is not None:
+        names = step.__code__.co_freevars if hasattr(step, "__code__") else ()
+        if getattr(step, "hooked", False) and "func" in names:
+            return step.__closure__[names.index("func")].cell_contents
+        step = getattr(step, "__wrapped__", None)
+    return None
+
+
+class UpdateGraph:
+    """Stands in the place of ``optimizer.step``; ``before`` is what was there. ``off`` says why the update stays eager from now on, "" where it does not."""
+
+    def __init__(self, optimizer: Any, before: Callable[..., Any]) -> None:
+        self.optimizer, self.before = optimizer, before
+        self.device = next(p.device for group in optimizer.param_groups for p in group["params"])
+        self.hooked = torch.optim.Optimizer.profile_hook_step(self._replay)
+        self.recorded: _Recorded | None = None
+        self.steps = 0
+        self.moving_rates = False  # learning rates are read from the device
+        self.off = ""
+
+    def __call__(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.off or closure is not None or self.steps <= WARM_STEPS or self._unusual():
+            return self.before() if closure is None else self.before(closure)
+        state = _State(self.optimizer)
+        if not state.recordable or not state.gradients:
+            return self.before()
+        if (self.recorded is None or not self.recorded.serves(state)) and not self._record(state):
+            return self.before()
+        self.optimizer._opt_called = True  # as the wrapper of a learning rate scheduler notes
+        return self.hooked(self.optimizer)
+
+    def _unusual(self) -> bool:
+        """A GradScaler hands its scale to the kernels; a recording or a transform is at work."""
+        return bool(Recording.active or torch.cuda.is_current_stream_capturing() or getattr(self.optimizer, "grad_scale", None) is not None
+                    or getattr(self.optimizer, "found_inf", None) is not None)
+
+    def _record(self, state: _State) -> bool:
+        """Whether there is a recording for this state now."""
+        if self.recorded is not None:
+            before, served = self.recorded.state, self.recorded.replays
+            if served < FEWEST_STEPS and served:
+                only_rates = before.same_but_rates(state)
+                if self.moving_rates or not only_rates or not state.fused:
+                    self._stays_eager("its parameter groups change too often")
+                    return False
+                self.moving_rates = True
+        self.recorded = None  # its memory is free for the next one
+        try:
+            self.recorded = _Recorded(self.optimizer, state, self.device, self.moving_rates)
+        except RuntimeError as error:
+            first = str(error).strip().splitlines() or [type(error).__name__]
+            self._stays_eager(f"its update cannot be recorded ({first[0][:160]})")
+            return False
+        return True
+
+    def _stays_eager(self, why: str) -> None:
+        self.off, self.recorded = why, None
+
+    def forget(self) -> None:
+        """Give the memory of the recording back."""
+        self._stays_eager("the lever is off")
+
+    def _replay(self, optimizer: Any) -> None:
+        assert self.recorded is not None
+        self.recorded.replay()
+
+
+class _State:
+    """What a recorded update depends on: which parameters have gradients, the groups' numbers, where everything lies."""
+
+    def __init__(self, optimizer: Any) -> None:
+        groups, state = optimizer.param_groups, optimizer.state
+        self.parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+        self.gradients = [p.grad for p in self.parameters]
+        self.rates = [group["lr"] for group in groups]
+        self.numbers = [[value for name, value in group.items() if name not in ("params", "lr", "initial_lr")] for group in groups]
+        self.places = [p.data_ptr() for p in self.parameters] + [value.data_ptr() for p in self.parameters for value in state[p].values()
+                                                                  if isinstance(value, torch.Tensor)]
+        self.shapes = [(gradient.shape, gradient.stride(), gradient.dtype, gradient.layout) for gradient in self.gradients]
+        self.fused = all(group.get("fused") for group in groups)
+        on_device = any(isinstance(value, torch.Tensor) for group in groups for name, value in group.items() if name != "params")
+        self.recordable = not on_device and all(gradient.layout == torch.strided and gradient.device == p.device
+                                                for gradient, p in zip(self.gradients, self.parameters, strict=True))
+
+    def same_but_rates(self, other: _State) -> bool:
+        return self.places == other.places and self.numbers == other.numbers and self.shapes == other.shapes
+
+
+class _Recorded:
+    """Raises RuntimeError where the update cannot be recorded."""
+
+    def __init__(self, optimizer: Any, state: _State, device: Any, moving_rates: bool) -> None:
+        self.optimizer, self.state, self.moving, self.replays = optimizer, state, moving_rates, 0
+        self.order = InOrder(device)
+        self.graph = torch.cuda.CUDAGraph()
+        self.gradients = [torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device=gradient.device) for gradient in state.gradients]
+        self.rates = [torch.tensor(float(rate), dtype=torch.float32, device=device) if moving_rates else rate for rate in state.rates]
+        self.written = [*state.parameters, *(value for p in state.parameters for value in optimizer.state[p].values() if isinstance(value, torch.Tensor))]
+        before = [(group, dict(group)) for group in optimizer.param_groups]
+        try:
+            for p, gradient in zip(state.parameters, self.gradients, strict=True):
+                p.grad = gradient
+            for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
+                group["lr"] = rate
+                if "capturable" in group:
+                    group["capturable"] = True  # else torch refuses to record it; with fused kernels it computes the same
+            with capture(self.graph, device, torch.cuda.graph_pool_handle()):
+                own_step(type(optimizer))(optimizer)
+        finally:
+            for group, values in before:
+                group.update(values)
+            for p, gradient in zip(state.parameters, state.gradients, strict=True):
+                p.grad = gradient
+
+    def serves(self, state: _State) -> bool:
+        """Whether this recording is right for a state; learning rates that move are written down for the replay."""
+        if not self.state.same_but_rates(state):
+            return False
+        if state.rates != self.state.rates:
+            if not self.moving:
+                return False
+            for rate, now, then in zip(self.rates, state.rates, self.state.rates, strict=True):
+                if now != then:
+                    rate.fill_(float(now))
+            self.state.rates = state.rates
+        return True
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            self.order.wait()
+            torch._foreach_copy_(self.gradients, [p.grad for p in self.state.parameters])
+            self.graph.replay()
+            torch.autograd.graph.increment_version(self.written)
+        self.replays += 1

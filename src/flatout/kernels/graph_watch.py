@@ -1,0 +1,131 @@
+"""What a forward pass does beside computing on its inputs: seen in one that runs eagerly.
+
+A recorded pass repeats its kernels and nothing else. So a pass cannot be recorded that reads values of the device, copies from the host, draws random
+numbers on the host, sets attributes of its modules, changes its inputs, or uses tensors that are neither inputs, parameters, buffers nor attributes of its
+modules.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default}
+
+
+class AttributeChanges:
+    """Hears of attributes that are set on some modules. ``training`` is left out: it belongs to the key of a recording."""
+
+    def __init__(self, modules: Sequence[Any], changed: Callable[[str], None]) -> None:
+        self.modules, self.changed = {id(module) for module in modules}, changed
+
+    def stand_in(self, set_attribute: Callable[..., None]) -> Callable[..., None]:
+        """What takes the place of ``nn.Module.__setattr__``."""
+        def __setattr__(module: Any, name: str, value: Any) -> None:
+            if id(module) in self.modules and name != "training":
+                self.changed(f"{type(module).__name__}.{name}")
+            set_attribute(module, name, value)
+        return __setattr__
+
+
+class _Operators(TorchDispatchMode):
+    """Tensors that come into a pass from elsewhere, and operators that a recording cannot repeat."""
+
+    def __init__(self, known: set[int], device: Any) -> None:
+        super().__init__()
+        self.known, self.device = known, device  # by memory: what lives when the pass begins shares none with what the pass makes
+        self.why = ""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in READS and any(tensor.is_cuda for tensor in _tensors((args, kwargs))):
+            self._because(f"reads a value of the device ({function.overloadpacket.__name__})")
+        for tensor in _tensors((args, kwargs)):
+            if tensor.device != self.device:
+                if tensor.device.type == "cpu" and tensor.dim() == 0:
+                    continue  # a number; it is part of the recording
+                self._because(f"uses a tensor on {tensor.device}")
+            elif _place(tensor) not in self.known:
+                self._because("uses a tensor that is neither an input nor belongs to a module")
+        made = function(*args, **kwargs)
+        for tensor in _tensors(made):
+            self.known.add(_place(tensor))
+            if tensor.device != self.device and tensor.dim():
+                self._because(f"makes a tensor on {tensor.device}")
+        return made
+
+    def _because(self, why: str) -> None:
+        self.why = self.why or why
+
+
+class Watched:
+    """What was seen: ``why`` it cannot be recorded ("" where it can), and the buffers that it writes."""
+
+    def __init__(self) -> None:
+        self.why = ""
+        self.written: list[Any] = []
+
+
+@contextmanager
+def watched(module: Any, inputs: Sequence[Any], device: Any, changes: list[str], operators: bool) -> Iterator[Watched]:
+    """The body is one eager forward pass. ``changes``: attributes that were set on modules, as they come. ``operators``: look at each operator as well."""
+    seen, buffers = Watched(), list(module.buffers())
+    # By value, too: the kernels of batch normalisation write running statistics without counting a version.
+    before = _host_generators(), [(buffer._version, buffer.clone()) for buffer in buffers], [tensor._version for tensor in inputs], len(changes)
+    if operators:
+        tensors = [*inputs, *module.parameters(), *buffers, *_attributes(module)]
+        mode = _Operators({_place(tensor) for tensor in tensors}, device)
+        with mode:
+            yield seen
+        seen.why = mode.why
+    else:
+        yield seen
+    generators, of_buffers, of_inputs, changed = before
+    seen.written = [buffer for buffer, (version, value) in zip(buffers, of_buffers, strict=True)
+                    if buffer._version != version or not torch.equal(buffer, value)]
+    if len(changes) > changed:
+        seen.why = f"sets {changes[-1]}"
+    elif _host_generators() != generators:
+        seen.why = "draws random numbers on the host"
+    elif [tensor._version for tensor in inputs] != of_inputs:
+        seen.why = "changes its inputs"
+
+
+def _host_generators() -> tuple[Any, ...]:
+    """The states of the random generators on the host."""
+    numpy = sys.modules.get("numpy")
+    drawn = () if numpy is None else tuple(part if isinstance(part, (str, int, float)) else part.tobytes() for part in numpy.random.get_state())
+    return random.getstate(), torch.get_rng_state().numpy().tobytes(), drawn
+
+
+def _attributes(module: Any) -> Iterator[Any]:
+    """Tensors that are plain attributes of modules, as tables of positions are."""
+    for each in module.modules():
+        for value in vars(each).values():
+            if isinstance(value, torch.Tensor):
+                yield value
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+
+
+def _place(tensor: Any) -> int:
+    """The memory that a tensor lies in. A wrapper without memory of its own counts by itself."""
+    try:
+        return int(tensor.untyped_storage().data_ptr()) or -id(tensor)
+    except (RuntimeError, NotImplementedError):
+        return -id(tensor)

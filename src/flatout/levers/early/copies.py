@@ -1,0 +1,149 @@
+"""Copies of device values that began before the script asked for them.
+
+A copy is begun on a stream of its own, behind the work that was queued when it began, and is waited for by its own event. It stands for its tensor only while
+that is alive, in the same memory, and was not written since. Pinned memory comes from torch's host allocator, which hands it out again only once the copy into
+it is done; the device's memory is recorded on the copying stream, so it is not handed out either.
+
+Source: CUDA semantics in torch's documentation, "Memory management" and ``Tensor.record_stream``.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Any
+
+MOST_COPIES = 64  # of values that nobody has read yet
+MOST_LOOKS = 256  # at the allocator's segments, in all
+
+
+class Copy:
+    """``host`` is valid once ``wait`` has returned. ``stream`` is the one that the value was computed on, by its handle."""
+
+    __slots__ = ("_mark", "host", "key", "original", "stream", "version")
+
+    def __init__(self, key: Any, tensor: Any, host: Any, stream: int, mark: Any) -> None:
+        self.key, self.host, self.stream, self._mark = key, host, stream, mark
+        self.original, self.version = weakref.ref(tensor), tensor._version
+
+    def wait(self) -> None:
+        if self._mark is not None:
+            self._mark.synchronize()
+            self._mark = None
+
+
+class Copies:
+    """By the address of the value. ``begin`` takes values [1 element, CUDA]; ``of`` answers the copy that stands for a tensor."""
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self.held: dict[int, Copy] = {}
+        self.segments = Segments(torch)
+        self.streams: dict[int, Any] = {}  # those of the script that values were copied from, by their handles
+        self._sides: dict[tuple[int, int], Any] = {}  # device, thread -> the stream that copies; a stream that is entered belongs to one thread
+
+    def begin(self, values: Iterable[tuple[Any, Any]]) -> None:
+        """``values``: (key, tensor). A value that another stream has computed, a graph's pool holds or a graph is recording is left out."""
+        by_device: dict[int, list[tuple[Any, Any]]] = {}
+        for key, tensor in values:
+            if self.of(tensor) is None:
+                by_device.setdefault(tensor.device.index, []).append((key, tensor))
+        for device, some in by_device.items():
+            self._begin_on(device, some)
+
+    def _begin_on(self, device: int, values: list[tuple[Any, Any]]) -> None:
+        torch, stream = self.torch, self.current(device)
+        values = [(key, tensor) for key, tensor in values if self.segments.stream_of(tensor.data_ptr()) == stream]
+        if not values or self._captures(device):
+            return
+        place = device, threading.get_ident()
+        if place not in self._sides:
+            self._sides[place] = torch.cuda.Stream(device)
+        side = self._sides[place]
+        if stream not in self.streams:
+            self.streams[stream] = torch.cuda.current_stream(device)
+        with side:
+            side.wait_stream(self.streams[stream])
+            hosts = []
+            for _, tensor in values:
+                value = tensor.detach()
+                hosts.append(torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True))
+                value.record_stream(side)
+            mark = side.record_event()
+        for (key, tensor), host in zip(values, hosts, strict=True):
+            self.held.pop(tensor.data_ptr(), None)  # the newest comes last
+            self.held[tensor.data_ptr()] = Copy(key, tensor, host, stream, mark)
+        while len(self.held) > MOST_COPIES:
+            self.held.pop(next(iter(self.held)))
+
+    def current(self, device: int) -> int:
+        """The handle of the device's current stream in this thread."""
+        return int(self.torch._C._cuda_getCurrentRawStream(device))
+
+    def _captures(self, device: int) -> bool:
+        cuda = self.torch.cuda
+        with cuda.device(device):
+            return bool(cuda.is_current_stream_capturing())
+
+    def of(self, tensor: Any) -> Copy | None:
+        """The copy that stands for this tensor, or for one that shares its memory, as they are now; None where there is none."""
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # a tensor without memory of its own; what is asked of it says so
+            return None
+        copy = self.held.get(address)
+        if copy is None:
+            return None
+        original = copy.original()
+        if original is None or original.data_ptr() != address or original._version != copy.version:
+            del self.held[address]
+            return None
+        if tensor is original:
+            return copy
+        # A view counts writes with its original, ``tensor.data`` by itself: with none at all on either side, neither was written.
+        written = copy.version or tensor.is_inference() or tensor._version
+        return None if written or tensor.dtype != original.dtype or tensor.numel() != 1 or tensor.is_neg() else copy
+
+    def written(self, memory: Iterable[Any]) -> None:
+        """Somebody writes into these tensors and does not count it."""
+        for tensor in memory:
+            storage = tensor.untyped_storage()
+            for address in [each for each in self.held if 0 <= each - storage.data_ptr() < storage.nbytes()]:
+                del self.held[address]
+
+    def clear(self) -> None:
+        self.held.clear()
+
+
+class Segments:
+    """Which stream the allocator gave a piece of memory to. None for memory in the pool of a graph, which a replay writes without counting it."""
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self._starts: list[int] = []
+        self._segments: list[tuple[int, int, int | None]] = []  # start, end, stream
+        self._looks = 0
+
+    def stream_of(self, address: int) -> int | None:
+        found = self._find(address)
+        if found is None and self._looks < MOST_LOOKS:
+            self._look()
+            found = self._find(address)
+        return found[2] if found is not None else None
+
+    def forget(self) -> None:
+        """Memory may have gone back to the device, and come again for another stream."""
+        self._starts, self._segments = [], []
+
+    def _find(self, address: int) -> tuple[int, int, int | None] | None:
+        at = bisect_right(self._starts, address) - 1
+        return self._segments[at] if at >= 0 and address < self._segments[at][1] else None
+
+    def _look(self) -> None:
+        self._looks += 1
+        found = [(each["address"], each["address"] + each["total_size"], each["stream"] if tuple(each["segment_pool_id"]) == (0, 0) else None)
+                 for each in self.torch.cuda.memory_snapshot()]
+        self._segments = sorted(found, key=lambda segment: segment[0])
+        self._starts = [segment[0] for segment in self._segments]

@@ -1,0 +1,64 @@
+"""Where a script keeps its values: in variables, and in the lists, tuples, dictionaries and ``self`` that variables name."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+MOST_INSIDE = 32  # longer lists hold data
+HOME = str(Path(__file__).resolve().parents[2]) + os.sep
+Name = tuple[CodeType, str, Any]  # the function, its variable, and a key or index inside of what that names; None for the variable itself
+Variables = Callable[[FrameType], Mapping[str, Any]]
+
+
+def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Those of the script and of the libraries that it uses, from ``frame`` outwards, without torch's own and ours."""
+    while frame is not None:
+        if not _is_torchs_or_ours(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
+
+
+@lru_cache(maxsize=4096)
+def _is_torchs_or_ours(filename: str) -> bool:
+    return filename.startswith((HOME, "<frozen")) or any(f"{os.sep}{folder}{os.sep}torch{os.sep}" in filename for folder in ("site-packages", "dist-packages"))
+
+
+def tensors(frame: FrameType, variables_of: Variables, is_value: Callable[[Any], bool]) -> Iterator[tuple[Name, Any]]:
+    """All that ``is_value`` among what the function's variables name."""
+    for variable, value in list(_variables(frame, variables_of).items()):
+        if is_value(value):
+            yield (frame.f_code, variable, None), value
+            continue
+        for key, part in _inside(variable, value):
+            if is_value(part):
+                yield (frame.f_code, variable, key), part
+
+
+def named(frame: FrameType, names: Mapping[CodeType, Mapping[Name, Any]], variables_of: Variables) -> Iterator[tuple[Name, Any]]:
+    """What the function holds under these names at the moment."""
+    mine = names.get(frame.f_code)
+    if not mine:
+        return
+    variables = _variables(frame, variables_of)
+    for name in mine:
+        _, variable, key = name
+        value = variables.get(variable)
+        yield name, value if key is None else dict(_inside(variable, value)).get(key)
+
+
+def _variables(frame: FrameType, variables_of: Variables) -> Mapping[str, Any]:
+    return variables_of(frame) if frame.f_code.co_flags & inspect.CO_OPTIMIZED else frame.f_locals
+
+
+def _inside(variable: str, value: Any) -> list[tuple[Any, Any]]:
+    if variable == "self":
+        return list(getattr(value, "__dict__", {}).items())
+    if isinstance(value, dict) and len(value) <= MOST_INSIDE:
+        return list(dict.items(value))
+    return list(enumerate(value)) if type(value) in (list, tuple) and len(value) <= MOST_INSIDE else []

@@ -1,0 +1,303 @@
+"""Which values a script reads, learned in its first steps, and what it gets when it reads one of them.
+
+Looked at are the moments at which much work is about to be queued: a backward pass begins, an optimizer steps. What is there by then and is read later need
+not wait for that work. In the first two steps every value with one element is noted at these moments: the roots of the backward pass, and what the script's
+variables name (``names.py``). From then on only those are copied that were read.
+
+Reads number 1, 2, 4, 8, ... of each value are made as torch makes them, too, and compared: a value that is written in a way that torch does not count
+(``tensor.data``, a kernel of the script's own) is found, and left alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import wraps
+from types import CodeType, FrameType
+from typing import Any
+
+from flatout.levers.early.copies import Copies, Copy
+from flatout.levers.early.names import HOME, Name, named, script_frames, tensors
+
+READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
+LEARNING_STEPS = 2
+MOST_PASSES = 1024  # backward passes after which learning ends in any case
+UNREAD = 16  # copies in a row that nobody has read: no more are made
+BACKWARD, UPDATE = "backward", "update"  # the moments
+WRITES = ("reduce", "broadcast", "gather", "scatter", "all_to_all", "alltoall", "recv")  # in the names of collectives, which write without counting it
+Key = tuple[str, Any]  # the moment at which a value is there, and where: a Name, or the place of a backward pass and the number of its root
+
+
+@dataclass
+class Wanted:
+    """A value that the script reads."""
+
+    reads: int = 0
+    unread: int = 0  # copies since the last read
+
+
+class Early:
+    """What is known of the program of one scene. ``install`` puts it into effect until the ledger is restored, as often as wanted."""
+
+    def __init__(self, scene: Any) -> None:
+        self.torch, self._scene = scene.torch, weakref.ref(scene)
+        self.copies = Copies(scene.torch)
+        self.wanted: dict[Key, Wanted] = {}
+        self._seen: dict[int, tuple[weakref.ref[Any], Key]] = {}  # address -> a value that was there at a moment, while we learn
+        self._until: int | None = None  # the step in which learning ends
+        self._passes = 0
+        self._off = self._said = False
+        self._owed: set[int] = set()  # streams that a read would have waited for, and did not
+
+    # -- moments ----------------------------------------------------------------------------------------------------
+
+    def install(self, scene: Any, ledger: Any) -> None:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        torch = self.torch
+        ledger.call("values on their way", self._forget)
+        ledger.set(torch.autograd, "backward", self._before_backward(torch.autograd.backward, scene))
+        update = register_optimizer_step_pre_hook(lambda *_: self._moment(UPDATE, scene, sys._getframe(1), ()))
+        ledger.call("optimizer step hook", update.remove)
+        for name in READS:
+            ledger.set(torch.Tensor, name, self._reading(getattr(torch.Tensor, name)))
+        ledger.set(torch.Tensor, "cpu", self._to_host(torch.Tensor.cpu, lambda args, kwargs: not args and not kwargs))
+        ledger.set(torch.Tensor, "to", self._to_host(torch.Tensor.to, _names_the_host))
+        ledger.set(torch.Tensor, "copy_", self._copying(torch.Tensor.copy_))
+        for owner, name in ((torch.cuda.Event, "elapsed_time"), (torch.cuda.Event, "query"), (torch.cuda.Stream, "query")):
+            ledger.set(owner, name, self._after_what_is_owed(getattr(owner, name)))
+        ledger.set(torch.cuda, "empty_cache", self._giving_back(torch.cuda.empty_cache))
+        if torch.distributed.is_available():
+            group = torch._C._distributed_c10d.ProcessGroup
+            for name in [name for name in vars(group) if any(word in name for word in WRITES)]:
+                ledger.set(group, name, self._exchange(getattr(group, name)))
+
+    def _forget(self) -> None:
+        self.copies.clear()
+        self._seen.clear()
+        self._owed.clear()
+
+    def _before_backward(self, really: Callable, scene: Any) -> Callable:
+        @wraps(really)
+        def backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+            given = (roots,) if isinstance(roots, self.torch.Tensor) else roots if isinstance(roots, (list, tuple)) else ()
+            self._moment(BACKWARD, scene, sys._getframe(1), given)
+            return really(roots, *args, **kwargs)
+
+        return backward
+
+    def _moment(self, moment: str, scene: Any, frame: FrameType | None, roots: Iterable[Any]) -> None:
+        """Begin the copies of what the script has read, in other steps, of the values that are there now."""
+        if self._off:
+            return
+        try:
+            learning = self._learns(moment, scene, roots)
+            if learning:
+                self._note(moment, scene, frame, roots)
+            if self.wanted:
+                self._begin(moment, scene, frame, roots)
+        except Exception as error:
+            self._leave(f"values are read as before, for flatout made a mistake ({type(error).__name__}: {error})")
+
+    def _learns(self, moment: str, scene: Any, roots: Iterable[Any]) -> bool:
+        self._passes += any(map(self._is_on_a_card, roots))
+        if self._until is None:
+            return self._passes <= MOST_PASSES
+        if not self.wanted and scene.steps > self._until - LEARNING_STEPS and (moment == UPDATE or not scene.optimizers):
+            self._say("the program reads no value, step after step, that was computed before the backward pass or the update that it has to wait for")
+        if scene.steps >= self._until or self._passes > MOST_PASSES:
+            self._seen.clear()
+            self._off = not self.wanted
+            return False
+        return True
+
+    def _note(self, moment: str, scene: Any, frame: FrameType | None, roots: Iterable[Any]) -> None:
+        for key, value in (*self._roots(scene, frame, roots), *self._named(scene, frame)):
+            address, held = value.data_ptr(), self._seen.get(value.data_ptr())
+            if held is None or held[0]() is None:
+                self._seen[address] = weakref.ref(value), (moment, key)
+        if self._until is None and self._seen:
+            self._until = scene.steps + LEARNING_STEPS
+
+    def _roots(self, scene: Any, frame: FrameType | None, roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """What a backward pass starts from, and what a GradScaler has scaled to it, by the place in the script that begins the pass."""
+        own = next(script_frames(frame), None)
+        place = (own.f_code, own.f_lasti) if own is not None else None
+        for at, root in enumerate(roots):
+            for each in (root, scene.without_scale(root)):
+                if self._is_value(each):
+                    yield (place, at, each is root), each
+
+    def _named(self, scene: Any, frame: FrameType | None) -> Iterator[tuple[Name, Any]]:
+        for each in script_frames(frame):
+            yield from tensors(each, scene.variables_of, self._is_value)
+
+    def _begin(self, moment: str, scene: Any, frame: FrameType | None, roots: Iterable[Any]) -> None:
+        names: dict[CodeType, dict[Name, Any]] = {}
+        for at, key in list(self.wanted):
+            if at == moment and isinstance(key[0], CodeType):
+                names.setdefault(key[0], {})[key] = None
+        there = [*self._roots(scene, frame, roots)] if roots else []
+        for each in script_frames(frame) if names else ():
+            there += named(each, names, scene.variables_of)
+        chosen: dict[int, tuple[Key, Any]] = {}
+        for name, value in there:
+            wanted = self.wanted.get((moment, name))
+            if wanted is None or not self._is_value(value):
+                continue
+            wanted.unread += 1
+            if wanted.unread > UNREAD:
+                del self.wanted[moment, name]
+            chosen.setdefault(value.data_ptr(), ((moment, name), value))
+        self.copies.begin(chosen.values())
+
+    def _is_on_a_card(self, thing: Any) -> bool:
+        return type(thing) is self.torch.Tensor and bool(thing.is_cuda)
+
+    def _is_value(self, thing: Any) -> bool:
+        if not self._is_on_a_card(thing) or thing.numel() != 1 or thing.layout != self.torch.strided or thing.is_complex() or thing.is_inference():
+            return False
+        try:
+            return bool(thing.data_ptr())
+        except RuntimeError:  # it has no memory of its own, or none any more
+            return False
+
+    # -- reads ------------------------------------------------------------------------------------------------------
+
+    def _reading(self, really: Callable) -> Callable:
+        kind, held, seen = self.torch.Tensor, self.copies.held, self._seen
+
+        @wraps(really)
+        def read(tensor: Any, *args: Any) -> Any:
+            if (held or seen) and type(tensor) is kind and tensor.is_cuda:
+                host = self._host(tensor)
+                if host is not None:
+                    return really(host, *args)
+            return really(tensor, *args)
+
+        return read
+
+    def _to_host(self, really: Callable, asks: Callable[[tuple, dict], bool]) -> Callable:
+        """Of a method whose result may be on the host: a tensor that is not connected with the graph, in memory that is not pinned."""
+        kind = self.torch.Tensor
+
+        @wraps(really)
+        def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if type(tensor) is not kind or not tensor.is_cuda or not (self.copies.held or self._seen):
+                return really(tensor, *args, **kwargs)
+            if asks(args, kwargs) and not (tensor.requires_grad and self.torch.is_grad_enabled()):
+                host = self._host(tensor)
+                if host is not None:
+                    return host.clone()
+            found = really(tensor, *args, **kwargs)
+            if not found.is_cuda and (kwargs.get("non_blocking") or any(arg is True for arg in args)):
+                self._waits_by_itself(sys._getframe(1))
+            return found
+
+        return read
+
+    def _copying(self, really: Callable) -> Callable:
+        @wraps(really)
+        def copy(tensor: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.copies.held and (args or kwargs) and not tensor.is_cuda and getattr(source, "is_cuda", False):
+                self._waits_by_itself(sys._getframe(1))
+            return really(tensor, source, *args, **kwargs)
+
+        return copy
+
+    def _waits_by_itself(self, caller: FrameType) -> None:
+        """A copy to the host that nobody waits for at once: the script may take its next read for the wait."""
+        if not caller.f_code.co_filename.startswith(HOME):
+            self.copies.clear()
+
+    def _host(self, tensor: Any) -> Any:
+        """The value of this tensor in host memory, of the tensor's shape; None where it has to be read as before."""
+        copy = self.copies.of(tensor)
+        if copy is None:
+            self._learn(tensor)
+            return None
+        wanted = self.wanted.get(copy.key)
+        if wanted is None or self.copies.current(tensor.get_device()) != copy.stream:
+            return None
+        copy.wait()
+        wanted.reads, wanted.unread = wanted.reads + 1, 0
+        if wanted.reads & (wanted.reads - 1) == 0 and not self._is_right(tensor, copy):
+            return None
+        self._owed.add(copy.stream)
+        return copy.host if tensor.shape == copy.host.shape else copy.host.reshape(tensor.shape)
+
+    def _learn(self, tensor: Any) -> None:
+        """The script reads something that was there at one of the moments."""
+        if not self._seen or tensor.numel() != 1:
+            return
+        noted = self._seen.get(tensor.data_ptr())
+        if noted is not None and (original := noted[0]()) is not None and original.dtype == tensor.dtype:
+            self.wanted.setdefault(noted[1], Wanted())
+
+    def _is_right(self, tensor: Any, copy: Copy) -> bool:
+        """Whether the device still holds what was copied. Asked by torch's own methods, so that nobody who records the script's reads records this one."""
+        methods = self.torch._C.TensorBase
+        bits = [methods.view(methods.reshape(methods.detach(each), (1,)), self.torch.uint8) for each in (methods.cpu(tensor), copy.host)]
+        if methods.tolist(bits[0]) == methods.tolist(bits[1]):
+            return True
+        del self.wanted[copy.key]
+        self._say("a value is written between its computation and its read, in a way that torch does not count, so it is read as before")
+        return False
+
+    # -- what a read would have waited for --------------------------------------------------------------------------
+
+    def _after_what_is_owed(self, really: Callable) -> Callable:
+        """A script may take a read for a wait, and ask for the time of its events."""
+        @wraps(really)
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            while self._owed:
+                self.copies.streams[self._owed.pop()].synchronize()
+            return really(*args, **kwargs)
+
+        return ask
+
+    def _giving_back(self, really: Callable) -> Callable:
+        @wraps(really)
+        def give_back() -> None:
+            self.copies.segments.forget()
+            really()
+
+        return give_back
+
+    def _exchange(self, really: Callable) -> Callable:
+        @wraps(really)
+        def exchange(*args: Any, **kwargs: Any) -> Any:
+            if self.copies.held:
+                self.copies.written(_tensors_in((args[1:], tuple(kwargs.values()))))
+            return really(*args, **kwargs)
+
+        return exchange
+
+    def _leave(self, why: str) -> None:
+        self._off = True
+        self.wanted.clear()
+        self._forget()
+        self._say(why)
+
+    def _say(self, why: str) -> None:
+        scene = self._scene()
+        if not self._said and scene is not None:
+            self._said = True
+            scene.report("early_values", why)
+
+
+def _names_the_host(args: tuple, kwargs: dict) -> bool:
+    """Whether ``tensor.to`` is asked for a copy in host memory that is there when it returns, and for nothing else."""
+    if kwargs.keys() - {"device", "non_blocking"} or kwargs.get("non_blocking") or len(args) > 1:
+        return False
+    return str(args[0] if args else kwargs.get("device")) == "cpu"
+
+
+def _tensors_in(nest: Any) -> Iterator[Any]:
+    if isinstance(nest, (list, tuple)):
+        for part in nest:
+            yield from _tensors_in(part)
+    elif hasattr(nest, "untyped_storage"):
+        yield nest

@@ -1,0 +1,298 @@
+"""How a script's own DistributedDataParallel exchanges gradients and buffers, changed while it trains.
+
+What its arguments say is settled in its *reducer*, which is made with it. Here another reducer takes its place, with the same parameters in the same buckets,
+so that numbers are added up in the order in which they would have been. That happens as a forward pass begins whose gradients will be exchanged: after it torch
+makes its reducer ready. All ranks must want the same before the same forward pass; each changes what it wants after the same step.
+
+    gradient_as_bucket_view    a reducer that was made with it, once no rank was seen to keep the gradients of earlier passes
+    static_graph               the same, once every rank has seen its parameters get their gradients in one order
+    another way of sending     a reducer with a communication hook. torch lets nobody take a hook off; without it there is a new reducer again
+    fewer broadcasts           before each broadcast of buffers the ranks ask each other whether any buffer has changed since the last one
+
+A hook sends each bucket as ranks of flatout's own do (wire.py, convoy.py): what takes several collectives goes on after the last bucket has left, in one order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import Any
+
+from flatout.ranks.absent import OUR_HOOK, why_left_alone
+from flatout.ranks.convoy import Convoy
+from flatout.ranks.wire import Way
+
+OBSERVED_PASSES = 4
+KEEPS = "the script keeps gradients of earlier passes, which the next pass would overwrite"
+CHANGES = "the parameters do not get their gradients in the same order in each pass"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """False leaves what the script has asked for. ``way``: None for torch's own averaging."""
+
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    broadcast_when_changed: bool = False
+    way: Way | None = None
+
+
+AS_IT_IS = Wanted()
+
+
+def change(scene: Any, ledger: Any, **wanted: Any) -> None:
+    """From the next exchange on, until the ledger is restored, every DistributedDataParallel of the script does as is wanted. Raises LookupError."""
+    if why := why_left_alone(scene.ddp_modules):
+        raise LookupError(why)
+    for ddp in scene.ddp_modules:
+        if ddp not in HELD:
+            HELD[ddp] = ScriptDdp(scene, ddp, type(ledger))
+        ledger.set(HELD[ddp], "wanted", replace(HELD[ddp].wanted, **wanted))
+    _patch(scene.torch, type(ledger))
+
+
+class ScriptDdp:
+    """One DistributedDataParallel: what is ``wanted`` of it, and what it does ``now``. ``gave_way``: the script has registered a hook of its own."""
+
+    def __init__(self, scene: Any, ddp: Any, ledgers: Callable[[], Any]) -> None:
+        self.torch, self.scene, self._ledgers = scene.torch, scene, ledgers
+        self.wanted = self.now = AS_IT_IS
+        self.gave_way = False
+        self.hook: Callable | None = None
+        self.parameters, self._sparse = ddp._build_params_for_reducer()
+        self._names = ddp._build_debug_param_to_name_mapping(self.parameters)
+        self._own_views, self._own_static = ddp.gradient_as_bucket_view, ddp.static_graph
+        self._observed: _Observed | None = None
+        self._sending: _Sending | None = None
+        self._seen: Any = None  # the buffers as they were when every rank had those of rank 0
+
+    @property
+    def rests(self) -> bool:
+        return self.gave_way or self.wanted == self.now == AS_IT_IS
+
+    # -- as a forward pass begins ----------------------------------------------------------------------------------
+
+    def before_forward(self, ddp: Any) -> None:
+        if self.gave_way or not self.torch.is_grad_enabled() or not ddp.require_backward_grad_sync or ddp._join_config.enable:
+            return
+        if self._sending is not None:
+            self._sending.begin()
+        goal = self._sound(ddp)
+        if goal != self.now:
+            before, self.now = self.now, goal
+            self._seen = None
+            if replace(goal, broadcast_when_changed=False) != replace(before, broadcast_when_changed=False):
+                self._remake(ddp)
+
+    def _sound(self, ddp: Any) -> Wanted:
+        """What may hold from here on: some of it only after passes that were looked at, and not if they show that it would change what is learned."""
+        wanted, observed = self.wanted, self._observed
+        if not (wanted.gradient_as_bucket_view or wanted.static_graph):
+            if observed is not None and not observed.complete:
+                observed.close()
+                self._observed = None
+            return wanted
+        if observed is None:
+            observed = self._observed = _Observed(self.parameters)
+        if not observed.complete:
+            observed.pass_begins()
+            if observed.complete:
+                self._agree(ddp, observed)
+        views, static = (observed.verdict[name] is True for name in ("gradient_as_bucket_view", "static_graph"))
+        return replace(wanted, gradient_as_bucket_view=wanted.gradient_as_bucket_view and views, static_graph=wanted.static_graph and static)
+
+    def _agree(self, ddp: Any, observed: _Observed) -> None:
+        """What one rank has seen holds for all."""
+        names = list(observed.verdict)
+        told = self.torch.tensor([float(observed.verdict[name] is True) for name in names], device=_device(self.torch, ddp))
+        self.torch.distributed.all_reduce(told, self.torch.distributed.ReduceOp.MIN, group=ddp.process_group)
+        observed.verdict = {name: bool(each) for name, each in zip(names, told.tolist(), strict=True)}
+        for name, why in (("gradient_as_bucket_view", KEEPS), ("static_graph", CHANGES)):
+            if getattr(self.wanted, name) and not observed.verdict[name]:
+                self.scene.report("ddp_flags", f"{name} is left out: {why}")
+
+    # -- the reducer -----------------------------------------------------------------------------------------------
+
+    def _remake(self, ddp: Any) -> None:
+        """As `DistributedDataParallel.__setstate__` makes one, with the buckets of the old one; where a graph has become static, torch chooses them."""
+        ddp.reducer._rebuild_buckets()  # it would do so in this very pass
+        place = {id(p): at for at, p in enumerate(self.parameters)}
+        buckets = [[place[id(p)] for p in bucket.parameters()] for bucket in ddp.reducer._get_zeros_like_grad_buckets()]
+        ddp.gradient_as_bucket_view = self._own_views or self.now.gradient_as_bucket_view
+        ddp.static_graph = self._own_static or self.now.static_graph
+        ledger = self._ledgers()
+        if self._own_static or not self.now.static_graph:
+            ledger.set(self.torch.distributed, "_compute_bucket_assignment_by_size",
+                       lambda *about: (buckets[::-1], [ddp.bucket_bytes_cap] * len(buckets)))
+        try:
+            ddp._ddp_init_helper(self.parameters, self._sparse, self._names, ddp.static_graph)
+        finally:
+            ledger.restore()
+        if ddp.static_graph:
+            ddp._static_graph_delay_allreduce_enqueued = False
+            ddp.reducer._set_static_graph()
+            ddp.logger._set_static_graph()
+        if not ddp.gradient_as_bucket_view:
+            for p in self.parameters:
+                if p.grad is not None and p.grad._is_view():  # of a bucket of the reducer that is gone
+                    p.grad = p.grad.clone()
+        self._send(ddp)
+
+    def _send(self, ddp: Any) -> None:
+        self._sending = self.hook = None
+        if self.now.way is not None:
+            wire = self.now.way.make(self.torch, self.torch.distributed.get_world_size(ddp.process_group))
+            sending = self._sending = _Sending(self.torch, wire, ddp.process_group, len(self.parameters))
+            self.hook = lambda state, bucket: sending.leave(bucket)
+            self.hook.__qualname__ = OUR_HOOK
+            ddp.register_comm_hook(wire if wire.remembers else None, self.hook)
+            ddp._comm_hooks.pop()  # a module that is pickled has none of ours
+
+    def give_way(self, ddp: Any) -> None:
+        """The script registers a hook, and torch takes one only."""
+        if self.now != AS_IT_IS:
+            self.now = AS_IT_IS
+            self._remake(ddp)
+        self.gave_way = True
+
+    # -- buffers ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def broadcast(self, ddp: Any) -> Iterator[None]:
+        """Around the place where torch broadcasts the buffers of rank 0: it does not where no rank has changed any since the last time."""
+        asks = (self.now.broadcast_when_changed and ddp.will_sync_module_buffers() and not ddp._join_config.enable and not hasattr(ddp, "buffer_hook"))
+        if asks and not self._any_changed(ddp):
+            before, ddp.broadcast_buffers = ddp.broadcast_buffers, False
+            try:
+                yield
+            finally:
+                ddp.broadcast_buffers = before
+            return
+        yield
+        if asks:
+            self._seen = _buffers(ddp)
+
+    def _any_changed(self, ddp: Any) -> bool:
+        told = self.torch.tensor([float(self._seen is None or _buffers(ddp) != self._seen)], device=_device(self.torch, ddp))
+        self.torch.distributed.all_reduce(told, self.torch.distributed.ReduceOp.MAX, group=ddp.process_group)
+        return bool(told.item())
+
+
+def _buffers(ddp: Any) -> list[tuple[Any, ...]]:
+    """Where each buffer lies, and how often it was written to."""
+    return [(name, buffer.data_ptr(), buffer._version if not buffer.is_inference() else object()) for name, buffer in ddp.module.named_buffers()]
+
+
+def _device(torch: Any, ddp: Any) -> Any:
+    """Where a number lies that ranks tell each other: on the host if their group can send from there, so that nobody waits for a GPU."""
+    return "cpu" if any(device.type == "cpu" for device in ddp.process_group._device_types) else ddp.device
+
+
+class _Sending:
+    """One backward pass after another, bucket by bucket. torch waits for what ``leave`` returns."""
+
+    def __init__(self, torch: Any, wire: Any, group: Any, parameters: int) -> None:
+        self.torch, self.wire, self.group, self.parameters = torch, wire, group, parameters
+        self.begin()
+
+    def begin(self) -> None:
+        self._convoy, self._futures, self._left = Convoy(self.torch, self.wire, self.group), list[Any](), 0
+
+    def leave(self, bucket: Any) -> Any:
+        flat, parameters = bucket.buffer(), bucket.parameters()
+        future = self.torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+        self._futures.append(future)
+        self._left += len(parameters)
+        self._convoy.leave(flat, parameters)
+        if self._left == self.parameters:  # the number of a bucket does not tell that it is the last one where a graph is static
+            convoy, futures = self._convoy, self._futures
+            self.begin()
+            for each, mean in zip(futures, convoy.arrive(), strict=True):
+                each.set_result(mean)
+        return future
+
+
+class _Observed:
+    """What some passes show: ``verdict`` by the name of what it allows, None until there were enough."""
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        self.verdict: dict[str, bool | None] = {"gradient_as_bucket_view": None, "static_graph": None}
+        self._parameters, self._keeps = parameters, False
+        self._orders: list[list[int]] = []
+        self._gradients: list[Any] = []
+        self._hooks = [p.register_post_accumulate_grad_hook(partial(self._got, at)) for at, p in enumerate(parameters)]
+
+    @property
+    def complete(self) -> bool:
+        return not self._hooks
+
+    def _got(self, at: int, parameter: Any) -> None:
+        self._orders[-1].append(at)
+        self._gradients.append((at, weakref.ref(parameter.grad)))
+
+    def pass_begins(self) -> None:
+        own = [p.grad for p in self._parameters]
+        self._keeps |= any((held := gradient()) is not None and held is not own[at] for at, gradient in self._gradients)
+        self._gradients.clear()
+        if len(self._orders) == OBSERVED_PASSES:
+            self.verdict = {"gradient_as_bucket_view": not self._keeps, "static_graph": all(order == self._orders[0] for order in self._orders)}
+            self.close()
+        self._orders.append([])
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+# -- in the place of torch's own ----------------------------------------------------------------------------------------
+
+HELD: weakref.WeakKeyDictionary[Any, ScriptDdp] = weakref.WeakKeyDictionary()
+_PATCHES: list[Any] = []  # a ledger, while any DistributedDataParallel does not do as its script has said
+
+
+def _patch(torch: Any, ledgers: Callable[[], Any]) -> None:
+    if not _PATCHES:
+        _PATCHES.append(ledgers())
+        ddp = torch.nn.parallel.DistributedDataParallel
+        _PATCHES[0].set(ddp, "_pre_forward", _pre_forward(torch, ddp._pre_forward))
+        _PATCHES[0].set(ddp, "register_comm_hook", _register_comm_hook(ddp.register_comm_hook))
+        _PATCHES[0].set(torch.Tensor, "detach_", _detach_(torch.Tensor.detach_))
+
+
+def _pre_forward(torch: Any, really: Callable) -> Callable:
+    @wraps(really)
+    def pre_forward(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
+        own = HELD.get(ddp)
+        if own is None or torch.compiler.is_compiling():
+            return really(ddp, *inputs, **kwargs)
+        own.before_forward(ddp)
+        if all(each.rests for each in HELD.values()) and _PATCHES:
+            _PATCHES.pop().restore()
+        with own.broadcast(ddp):
+            return really(ddp, *inputs, **kwargs)
+
+    return pre_forward
+
+
+def _register_comm_hook(really: Callable) -> Callable:
+    @wraps(really)
+    def register_comm_hook(ddp: Any, state: object, hook: Callable) -> None:
+        own = HELD.get(ddp)
+        if own is not None and hook is not own.hook:
+            own.give_way(ddp)
+        really(ddp, state, hook)
+
+    return register_comm_hook
+
+
+def _detach_(really: Callable) -> Callable:
+    @wraps(really)
+    def detach_(tensor: Any) -> Any:
+        """A gradient that is a view of a bucket has nothing to be detached from, and torch refuses to do it to a view."""
+        return tensor if tensor._is_view() and not tensor.requires_grad else really(tensor)
+
+    return detach_

@@ -1,0 +1,314 @@
+"""attention in small programs: found by structure, trained the same, reported where nothing was replaced, beside other levers."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
+from flatout.levers import TABLE
+from flatout.levers.attention import LEVER
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Options, Skip
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from flatout.kernels import attention_deferred as deferred  # noqa: E402
+
+BY_NAME = {lever.name: lever for lever in TABLE}
+FACTS = Facts(cores=2, system="Linux", cpu_flags=("amx_bf16",))
+T, WIDTH, HEADS, LAYERS = 8, 16, 2, 2
+needs_a_compiler = pytest.mark.skipif(not any(shutil.which(c) for c in ("c++", "g++", "clang++")), reason="not run: there is no C++ compiler here")
+
+
+def weigh(q, k, mask):
+    """A function of the script's own: the module below does not name a softmax."""
+    return F.softmax((q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).masked_fill(mask == 0, -math.inf), dim=-1)
+
+
+class ByHand(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.qkv, self.out, self.drop = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+        self.register_buffer("mask", torch.ones(T, T).tril())
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        self.weights = self.drop(weigh(q, k, self.mask[: x.shape[1], : x.shape[1]]))
+        return self.out((self.weights @ v).transpose(1, 2).flatten(2))
+
+
+class Unkept(ByHand):
+    """Does not keep the weights: in a graph those would be a result."""
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return self.out((weigh(q, k, self.mask) @ v).transpose(1, 2).flatten(2))
+
+
+class Fused(ByHand):
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        if x.shape[1] == 0:
+            return weigh(q, k, self.mask)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Multihead(nn.Module):
+    """Asks for weights, as is the default, and does nothing with them."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, HEADS, dropout=dropout, batch_first=True)
+
+    def forward(self, x):
+        return self.attn(x, x, x, attn_mask=torch.ones(T, T, dtype=torch.bool).triu(1))[0]
+
+
+class Model(nn.Module):
+    def __init__(self, kind=ByHand, dropout=0.0):
+        super().__init__()
+        self.token, self.head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 20)
+        self.layers = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "attention": kind(dropout)}) for _ in range(LAYERS))
+
+    def forward(self, tokens):
+        x = self.token(tokens)
+        for layer in self.layers:
+            x = x + layer["attention"](layer["norm"](x))
+        return self.head(x)
+
+
+class Training:
+    def __init__(self, plain=False, **options):
+        self.ledger = Ledger()
+        self.scene = Scene(torch, Listener(), self.ledger)
+        if not plain:
+            self.scene.install()
+        torch.manual_seed(0)
+        self.model = Model(**options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.draw = torch.Generator().manual_seed(1)
+
+    def steps(self, count, look=None):
+        found = []
+        for _ in range(count):
+            tokens = torch.randint(20, (4, T + 1), generator=self.draw)
+            torch.manual_seed(7)
+            loss = F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            self.optimizer.zero_grad()
+            loss.backward()
+            if look is not None:
+                look(self.model)
+            self.optimizer.step()
+            found.append(loss.item())
+        return found
+
+
+@pytest.fixture
+def training():
+    made = []
+
+    def make(**options):
+        made.append(Training(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.scene.rest()
+        each.ledger.restore()
+
+
+@pytest.mark.parametrize("kind", [ByHand, Multihead])
+def test_it_trains_the_same(training, kind):
+    expected, live = training(plain=True, kind=kind).steps(9), training(kind=kind)
+    got = live.steps(2)
+    assert LEVER.applies(FACTS, live.scene) == Options((True,))
+    before = deferred.COUNT[0]
+    undo = LEVER.apply(live.scene, True, Ledger())
+    got += live.steps(5)
+    assert deferred.COUNT[0] == before + 5 * LAYERS
+    undo()
+    got += live.steps(2)
+    assert deferred.COUNT[0] == before + 5 * LAYERS
+    assert got == pytest.approx(expected, rel=1e-5)
+    assert not [m for m in live.model.modules() if "forward" in vars(m)]
+    assert live.scene.graph_passes == []
+    assert live.scene.reports == []
+
+
+def test_evaluation_is_plain(training):
+    live = training()
+    live.steps(2)
+    LEVER.apply(live.scene, True, live.ledger)
+    tokens, before = torch.arange(T)[None], deferred.COUNT[0]
+    with torch.no_grad():
+        out = live.model.eval()(tokens)
+    assert deferred.COUNT[0] == before
+    assert type(live.model.layers[0]["attention"].weights) is torch.Tensor
+    assert not out.requires_grad
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_weights_that_a_module_keeps_can_be_read_at_any_time(training, every):
+    """After the backward pass: in each step, and once in a while."""
+    def read(steps, seen):
+        def look(model):
+            seen.append(model.layers[1]["attention"].weights.detach().clone() if len(seen) % every == 0 else None)
+        return [steps(6, look), seen]
+
+    plain = training(plain=True)
+    plain.steps(2)
+    expected = read(plain.steps, [])
+    live = training()
+    live.steps(2)
+    LEVER.apply(live.scene, True, live.ledger)
+    losses, seen = read(live.steps, [])
+    assert losses == pytest.approx(expected[0], rel=1e-5)
+    for mine, theirs in zip(seen, expected[1], strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"dropout": 0.3}, "drops attention weights at random"), ({"kind": Fused}, "by scaled_dot_product_attention already"),
+    ({"kind": Multihead, "dropout": 0.1}, "drops attention weights at random")])
+def test_a_lever_that_did_nothing_says_why(training, options, says):
+    """And the program draws the numbers of the plain one, and has its losses bit for bit."""
+    expected, live = training(plain=True, **options).steps(8), training(**options)
+    got = live.steps(2)
+    LEVER.apply(live.scene, True, live.ledger)
+    got += live.steps(6)
+    assert got == expected
+    assert [name for name, _ in live.scene.reports] == ["attention"]
+    assert says in live.scene.reports[0][1]
+
+
+def test_weights_that_are_always_read_are_left_alone_and_reported(training):
+    class Read(ByHand):
+        def forward(self, x):
+            out = ByHand.forward(self, x)
+            self.most = self.weights.max().item()
+            return out
+
+    live = training(kind=Read)
+    live.steps(2)
+    assert LEVER.applies(FACTS, live.scene) == Options((True,))
+    LEVER.apply(live.scene, True, live.ledger)
+    live.steps(4)
+    before = deferred.COUNT[0]
+    live.steps(2)
+    assert deferred.COUNT[0] == before
+
+
+def test_what_is_found_and_what_is_not(training, program):
+    assert isinstance(LEVER.applies(FACTS, program().scene), Skip)  # convolutions
+    inside = training(kind=lambda dropout: nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout, batch_first=True))
+    inside.steps(2)
+    assert LEVER.applies(FACTS, inside.scene) == Options((True,))  # it may be asked for its weights
+    live = training()
+    live.steps(2)
+    live.scene.create_graph_seen = True
+    assert "no second derivative" in LEVER.applies(FACTS, live.scene).reason
+    live.scene.create_graph_seen, live.scene.compiled_by_script = False, True
+    assert "recognises attention in its own way" in LEVER.applies(FACTS, live.scene).reason
+
+
+def test_known_bad_is_another_scale(training):
+    bad, tokens = training(), torch.arange(T).repeat(2, 1)
+    bad.steps(2)
+    plain = bad.model(tokens)
+    undo = LEVER.known_bad(bad.scene, True, Ledger())
+    different = (plain - bad.model(tokens)).norm()
+    undo()
+    assert different > 1e-3 * plain.norm()
+    assert torch.equal(plain, bad.model(tokens))
+
+
+@pytest.mark.parametrize(("name", "value"), [("autocast", "bfloat16"), ("recompute", {"ops": "cheap"}), ("recompute", {"blocks": 1.0}), ("fused_ops", True)])
+def test_beside_another_lever(training, name, value):
+    """In the order of the table: the losses are those of the other lever alone, up to rounding, and attention is fused under it."""
+    levers = sorted([(BY_NAME[name], value), (LEVER, True)], key=lambda each: list(BY_NAME).index(each[0].name))
+    losses = []
+    for chosen in ([(BY_NAME[name], value)], levers):
+        live = training()
+        live.steps(2)
+        before, undo = deferred.COUNT[0], [lever.apply(live.scene, given, Ledger()) for lever, given in chosen]
+        losses.append(live.steps(4))
+        assert (deferred.COUNT[0] >= before + 4 * LAYERS) == (chosen is levers)
+        for each in reversed(undo):
+            each()
+        assert live.scene.reports == []
+        live.scene.rest()
+        live.ledger.restore()
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3 if name == "autocast" else 1e-5)
+
+
+@needs_a_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_beside_compile(training):
+    """The graph has the fused kernel in it where both are on, the same losses, and each combination is compiled once."""
+    expected, live = training(plain=True, kind=Unkept).steps(14), training(kind=Unkept)
+    compile_, compiled = BY_NAME["compile"], torch._dynamo.utils.counters["stats"]
+    got = live.steps(2)
+    torch._dynamo.reset()
+    before, kernels, graphs = compiled["unique_graphs"], [], []
+    for levers in ([compile_], [LEVER, compile_], [compile_], [LEVER, compile_]):
+        undo = [lever.apply(live.scene, "default" if lever is compile_ else True, Ledger()) for lever in levers]
+        got += live.steps(2)
+        with torch.profiler.profile() as profile:
+            got += live.steps(1)
+        names = {event.key: event.count for event in profile.key_averages() if event.key.startswith("aten::_scaled_dot_product")}
+        kernels.append(sum(count for key, count in names.items() if "backward" not in key))
+        graphs.append(compiled["unique_graphs"] - before)
+        for each in reversed(undo):
+            each()
+    torch._dynamo.reset()
+    assert kernels == [0, LAYERS, 0, LAYERS]
+    assert graphs == [1, 2, 2, 2]
+    assert got == pytest.approx(expected, rel=1e-4)
+    assert live.scene.reports == []
+
+
+def test_models_of_transformers(training):
+    """Written by others: attention with masks of padding, shared key heads, relative positions, windows."""
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 40, "attn_implementation": "eager", "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 32}
+    models = {
+        "GPT2LMHeadModel": transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, attn_pdrop=0.0, **small),
+        "BertForMaskedLM": transformers.BertConfig(attention_probs_dropout_prob=0.0, **sizes, **small),
+        "LlamaForCausalLM": transformers.LlamaConfig(num_key_value_heads=2, **sizes, **small),
+        "BloomForCausalLM": transformers.BloomConfig(n_layer=2, n_head=4, hidden_size=32, **small),
+    }
+    tokens = torch.randint(2, 40, (3, 9), generator=torch.Generator().manual_seed(0))
+    padding = torch.ones(3, 9, dtype=torch.int64)
+    padding[0, 6:] = padding[1, 3:] = 0
+    for name, config in models.items():
+        losses = {}
+        for ours in (False, True):
+            torch.manual_seed(0)
+            scene = Scene(torch, Listener(), Ledger())
+            model = getattr(transformers, name)(config)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scene.introduce([model], [optimizer], [])
+            before = deferred.COUNT[0]
+            if ours:
+                LEVER.apply(scene, True, scene.ledger)
+            for step in range(4):
+                torch.manual_seed(step)
+                loss = model(input_ids=tokens, attention_mask=padding, labels=tokens).loss
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.setdefault(ours, []).append(loss.item())
+            scene.ledger.restore()
+            assert deferred.COUNT[0] == before + 8 * ours, name
+        assert losses[True] == pytest.approx(losses[False], rel=1e-5), name

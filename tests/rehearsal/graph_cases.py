@@ -1,0 +1,433 @@
+"""Modules and optimizers recorded as CUDA graphs beside their plain twins, in one process. Prints as JSON what differed, by case: "" for nothing."""
+
+import gc
+import importlib
+import json
+import random
+import sys
+import traceback
+import warnings
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
+from flatout.levers.graphs import LEVER
+from flatout.measure.memory import reserved_for_graphs
+from flatout.plan.facts import Facts
+from flatout.plan.lever import Skip
+
+warnings.filterwarnings("ignore")
+DEVICE = torch.device("cuda:0")
+CASES = {}
+REPLAYS = [0]
+replay = torch.cuda.CUDAGraph.replay
+
+
+def counted(graph):
+    REPLAYS[0] += 1
+    replay(graph)
+
+
+torch.cuda.CUDAGraph.replay = counted
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+class Training:
+    """A model with its optimizer; ``under`` applies the lever after two plain steps."""
+
+    def __init__(self, model, recorded, optimizer="SGD", loss=F.cross_entropy, **more):
+        torch.manual_seed(1)
+        self.loss = loss
+        self.model = model().to(DEVICE)
+        more = more or ({"momentum": 0.9} if optimizer == "SGD" else {"fused": True})
+        self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=0.01, **more)
+        self.source = torch.Generator().manual_seed(2)
+        self.found, self.recorded, self.scene, self.undo = [], recorded, None, None
+        if recorded:
+            self.ledger = Ledger()
+            self.scene = Scene(torch, Listener(), self.ledger)
+            self.scene.install()
+        self.steps(2)
+        if recorded:
+            assert not isinstance(LEVER.applies(Facts(), self.scene), Skip), LEVER.applies(Facts(), self.scene)
+            self.undo = LEVER.apply(self.scene, True, Ledger())
+
+    def batch(self, rows=6):
+        return torch.randn(rows, 8, generator=self.source).to(DEVICE), torch.randint(3, (rows,), generator=self.source).to(DEVICE)
+
+    def step(self, loss=None, **batch):
+        x, y = self.batch(**batch)
+        self.optimizer.zero_grad()
+        value = (loss or self.loss)(self.model(x), y)
+        value.backward()
+        self.optimizer.step()
+        self.found.append(value.detach())
+
+    def steps(self, count, **more):
+        for _ in range(count):
+            self.step(**more)
+
+    def end(self):
+        if self.recorded:
+            self.undo()
+            self.scene.rest()
+            self.ledger.restore()
+        return [*self.found, *(p.detach() for p in self.model.parameters()), *self.model.buffers()]
+
+
+def twins(train, model, least=20, said="", **more):
+    """Trains a plain and a recorded one. Says what differs, where fewer replays than ``least`` were made, and where the report is another one than ``said``."""
+    plain = Training(model, False, **more)
+    train(plain)
+    expected = [each.clone() for each in plain.end()]
+    before = REPLAYS[0]
+    recorded = Training(model, True, **more)
+    train(recorded)
+    found, reports = recorded.end(), " ".join(sentence for _, sentence in recorded.scene.reports)
+    if said and said not in reports:
+        return f"it reported {reports!r}"
+    if not said and reports:
+        return f"it gave up: {reports}"
+    if REPLAYS[0] - before < least:
+        return f"{REPLAYS[0] - before} replays"
+    off = [at for at, (one, other) in enumerate(zip(expected, found, strict=True)) if not torch.equal(one, other)]
+    return f"{len(off)} of {len(found)} tensors differ, the first is {off[0]}" if off else ""
+
+
+def small(*more):
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), *more, nn.Linear(16, 3))
+
+
+@case
+def dropout_and_running_statistics():
+    return twins(lambda t: t.steps(40), lambda: small(nn.BatchNorm1d(16), nn.Dropout(0.3)))
+
+
+@case
+def a_layer_in_evaluation_mode_for_a_while():
+    def train(t):
+        t.steps(8)
+        t.model[2].eval()
+        t.steps(8)
+        t.model[2].train()
+        t.steps(8)
+    return twins(train, lambda: small(nn.BatchNorm1d(16)))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.factor = small(), 1.0
+
+    def forward(self, x):
+        return self.body(x) * self.factor
+
+
+@case
+def an_attribute_that_the_script_sets():
+    def train(t):
+        t.steps(12)
+        t.model.factor = 0.5
+        t.steps(12)
+    return twins(train, Scaled)
+
+
+@case
+def weights_that_get_other_memory():
+    def train(t):
+        t.steps(12)
+        for p in t.model.parameters():
+            p.data = p.data.clone()
+        t.steps(12)
+    return twins(train, small)
+
+
+@case
+def layers_that_are_frozen_and_thawed():
+    def train(t):
+        for frozen in (False, True, False):
+            t.model[0].requires_grad_(not frozen)
+            t.steps(8)
+    return twins(train, small)
+
+
+OUTSIDE = {"factor": 1.0}
+
+
+class Global(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = small()
+        OUTSIDE["factor"] = 1.0
+
+    def forward(self, x):
+        return self.body(x) * OUTSIDE["factor"]
+
+
+@case
+def a_number_outside_of_the_modules_is_found_by_a_check():
+    """Set before the second replay, which is compared with an eager pass; what was replayed until then was right."""
+    def train(t):
+        t.steps(3)  # watched, recorded at the third call
+        OUTSIDE["factor"] = 2.0
+        t.steps(6)
+    return twins(train, Global, least=0, said="does not repeat what was recorded")
+
+
+TABLE = {}
+
+
+class Elsewhere(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = small()
+        TABLE["bias"] = torch.ones(3, device=DEVICE)
+
+    def forward(self, x):
+        return self.body(x) + TABLE["bias"]
+
+
+@case
+def a_tensor_outside_of_the_modules():
+    return twins(lambda t: t.steps(8), Elsewhere, least=0, said="uses a tensor that is neither an input nor belongs to a module")
+
+
+class Drawing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = small()
+        random.seed(0)
+
+    def forward(self, x):
+        return self.body(x) * (1.0 if random.random() < 0.5 else 0.5)
+
+
+@case
+def random_numbers_of_the_host():
+    return twins(lambda t: t.steps(8), Drawing, least=0, said="draws random numbers on the host")
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.calls = small(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(x) / self.calls
+
+
+@case
+def a_pass_that_counts_its_calls():
+    return twins(lambda t: t.steps(8), Counting, least=0, said="sets Counting.calls")
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells, self.head = nn.RNN(4, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.cells(x.view(-1, 2, 4))[0][:, -1])
+
+
+@case
+def recurrent_layers():
+    return twins(lambda t: t.steps(12), Recurrent)
+
+
+@case
+def outputs_and_gradients_that_are_kept():
+    def train(t):
+        outputs, gradients = [], []
+        for _ in range(12):
+            x, y = t.batch()
+            t.optimizer.zero_grad()
+            outputs.append(t.model(x))
+            F.cross_entropy(outputs[-1], y).backward()
+            gradients += [p.grad for p in t.model.parameters()]
+            t.optimizer.step()
+        t.found += [*(each.detach() for each in outputs), *gradients]
+        t.steps(24)
+    return twins(train, small)
+
+
+@case
+def gradients_that_add_up():
+    def train(t):
+        for _ in range(8):
+            t.optimizer.zero_grad(set_to_none=False)
+            for _ in range(3):
+                x, y = t.batch()
+                F.cross_entropy(t.model(x), y).backward()
+            t.optimizer.step()
+    return twins(train, small)
+
+
+@case
+def two_passes_before_their_backward_passes():
+    def train(t):
+        for _ in range(12):
+            (a, b), (c, d) = t.batch(), t.batch()
+            t.optimizer.zero_grad()
+            first, second = t.model(a), t.model(c)
+            F.cross_entropy(first, b).backward()
+            F.cross_entropy(second, d).backward()
+            t.optimizer.step()
+            t.found += [first.detach(), second.detach()]
+    return twins(train, lambda: small(nn.Dropout(0.3)))
+
+
+@case
+def a_graph_that_is_retained():
+    def train(t):
+        for _ in range(12):
+            x, y = t.batch()
+            t.optimizer.zero_grad()
+            output = t.model(x)
+            F.cross_entropy(output, y).backward(retain_graph=True)
+            t.model(x)  # must not disturb what the second backward pass needs
+            output.square().sum().backward()
+            t.optimizer.step()
+            t.found.append(output.detach())
+    return twins(train, lambda: small(nn.Dropout(0.3)))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.one, self.other = small(), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        hidden = self.body(x)
+        return {"one": self.one(hidden), "other": self.other(hidden)}
+
+
+@case
+def an_output_that_is_used_later_only():
+    """Weights that no gradient reaches keep None: an optimizer with weight decay would move them otherwise."""
+    def train(t):
+        t.steps(8)
+        t.found.append(torch.tensor([p.grad is None for p in t.model.other.parameters()]))
+        t.steps(8, loss=lambda found, y: F.cross_entropy(found["other"], y))
+        t.steps(8)
+    return twins(train, TwoHeads, optimizer="AdamW", loss=lambda found, y: F.cross_entropy(found["one"], y))
+
+
+@case
+def autocast_of_the_script():
+    def train(t):
+        for _ in range(12):
+            x, y = t.batch()
+            t.optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = F.cross_entropy(t.model(x).float(), y)
+            loss.backward()
+            t.optimizer.step()
+            t.found.append(loss.detach())
+    return twins(train, small)
+
+
+@case
+def a_state_that_is_loaded_again():
+    def train(t):
+        t.steps(8)
+        state = {name: value.clone() for name, value in t.model.state_dict().items()}, json_free(t.optimizer.state_dict())
+        t.steps(8)
+        t.model.load_state_dict(state[0])
+        t.optimizer.load_state_dict(state[1])
+        t.steps(8)
+    return twins(train, small, optimizer="AdamW")
+
+
+def json_free(state):
+    return {"state": {at: {name: value.clone() for name, value in each.items()} for at, each in state["state"].items()}, "param_groups": state["param_groups"]}
+
+
+@case
+def a_rate_that_changes_now_and_then():
+    def train(t):
+        for rate in (0.01, 0.005, 0.0025):
+            t.optimizer.param_groups[0]["lr"] = rate
+            t.steps(24)
+    return twins(train, small, optimizer="AdamW")
+
+
+@case
+def an_optimizer_that_the_compiler_wraps():
+    """Its hooks are called once a step, and not while its update is recorded."""
+    importlib.import_module("torch._dynamo.eval_frame").TorchPatcher.patch()
+    calls = []
+
+    def train(t):
+        t.optimizer.register_step_post_hook(lambda *_: calls.append(t.recorded))
+        t.steps(12)
+    off = twins(train, small, optimizer="RAdam", capturable=True)
+    return off or ("" if calls.count(True) == calls.count(False) == 12 else f"{calls.count(True)} and {calls.count(False)} calls")
+
+
+@case
+def a_scheduler_that_is_made_afterwards():
+    def train(t):
+        t.steps(4)
+        schedule = torch.optim.lr_scheduler.StepLR(t.optimizer, 1, 0.5)
+        for _ in range(3):
+            t.steps(24)
+            schedule.step()
+    return twins(train, small)
+
+
+@case
+def shapes_that_come_once():
+    def train(t):
+        for rows in (6, 6, 6, 6, 2, 6, 6, 3, 6, 6, 6, 6):
+            t.step(rows=rows)
+    return twins(train, small)
+
+
+@case
+def memory_of_a_recording_is_counted_and_given_back():
+    gc.collect()
+    torch.cuda.empty_cache()
+    training = Training(lambda: nn.Sequential(nn.Linear(8, 4096), nn.Tanh(), nn.Linear(4096, 3)), True)
+    before = reserved_for_graphs(torch, DEVICE)
+    training.steps(6)
+    held = reserved_for_graphs(torch, DEVICE)
+    training.end()
+    torch.cuda.empty_cache()
+    after = reserved_for_graphs(torch, DEVICE)
+    return "" if held > before + 6 * 4096 * 4 and after < held else f"{before}, {held}, {after} bytes"
+
+
+@case
+def hooks_of_the_script_keep_a_module_eager():
+    model = small().to(DEVICE)
+    model[0].register_forward_hook(lambda *_: None)
+    scene = Scene(torch, Listener(), Ledger())
+    scene.introduce([model], [], [])
+    answer = LEVER.applies(Facts(), scene)
+    return "" if isinstance(answer, Skip) and "has hooks on Linear" in answer.reason else repr(answer)
+
+
+def came_of(made):
+    try:
+        return made()
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+
+
+def main():
+    print(json.dumps({name: came_of(made) for name, made in CASES.items() if not sys.argv[1:] or name in sys.argv[1:]}))
+
+
+if __name__ == "__main__":
+    main()

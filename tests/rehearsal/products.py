@@ -1,0 +1,90 @@
+"""On a card: which sizes the products over a vocabulary have, and which attention is asked for. Prints as JSON what was seen."""
+
+import json
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
+from flatout.kernels.linear_cross_entropy.op import forward, linear_cross_entropy
+from flatout.levers.attention import LEVER
+
+CARD = torch.device("cuda:0")
+CLASSES = 257
+
+
+class Heard(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.attention, self.triangle = set(), [], False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, kwargs = function.name(), kwargs or {}
+        if name.startswith(("aten::mm", "aten::addmm", "aten::linear")):
+            self.sizes |= {size for each in args if isinstance(each, torch.Tensor) for size in each.shape if size >= CLASSES}
+        self.triangle |= name == "aten::tril"
+        if name == "aten::_safe_softmax":  # of scaled_dot_product_attention, in operators that the CPU has
+            self.attention.append("causal" if self.triangle else "masked")
+        return function(*args, **kwargs)
+
+
+def products(dtype, classes=CLASSES, tf32=False, bias=True):
+    """Largest sizes of the products, and how far loss and gradients are from those that are computed without longer rows."""
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=draw).to(CARD, dtype) for shape in ((24, 8), (classes, 8)))
+    target = torch.randint(classes, (24,), generator=draw).to(CARD)
+    x[3], target[3] = math.inf, -100  # what is ignored gives x no gradient, whatever it is
+    b = torch.randn(classes, generator=draw).to(CARD, dtype) if bias else None
+    with Heard() as heard:
+        ours = forward(x, weight, target, b, -100, "mean", 0.1, 7 if bias else 3, "plain", 0)
+    plain = forward(x, weight, target, b, -100, "mean", 0.1, 7 if bias else 3, "plain", 1)
+    pairs = [(a.float().cpu(), b.float().cpu()) for a, b in zip(ours, plain, strict=True)]
+    same = [a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, atol=1e-3, equal_nan=True) for a, b in pairs]
+    finite = bool(ours[2].float().isfinite().all().cpu())
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return {"sizes": sorted(heard.sizes), "same": all(same), "finite": finite}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.register_buffer("mask", torch.ones(6, 6).tril())
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return ((q @ k.transpose(-2, -1) / 2).masked_fill(self.mask == 0, -math.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def attention():
+    """Forward passes and steps without a gradient: what the model gives is compared."""
+    found = {}
+    for name in ("plain", "lever"):
+        torch.manual_seed(0)
+        model, x = Attention().to(CARD), torch.randn(3, 6, 8).to(CARD)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        scene = Scene(torch, Listener(), Ledger())
+        scene.introduce([model], [optimizer], [])
+        undo = LEVER.apply(scene, True, Ledger()) if name == "lever" else scene.ledger.restore
+        losses = []
+        with Heard() as heard:
+            for _ in range(4):
+                heard.triangle = False
+                loss = F.mse_loss(model(x), x)
+                optimizer.step()
+                losses.append(float(loss.detach().cpu()))
+        undo()
+        found[name] = {"losses": losses, "attention": heard.attention, "reports": scene.reports}
+    return found
+
+
+assert linear_cross_entropy(*(torch.randn(4, 8, device=CARD), torch.randn(9, 8, device=CARD), torch.zeros(4, dtype=torch.int64, device=CARD)),
+                            implementation="plain").shape == ()
+print(json.dumps({"bfloat16": products(torch.bfloat16), "float16": products(torch.float16, bias=False), "aligned": products(torch.bfloat16, 264),
+                  "float32": products(torch.float32), "tf32": products(torch.float32, tf32=True), "attention": attention()}))

@@ -1,0 +1,249 @@
+"""Parts of flatout at work for a model on the second card while the first is the current one. Prints as JSON what each check has to object to."""
+
+import contextlib
+import copy
+import json
+import os
+import traceback
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from flatout.capture import failing
+from flatout.capture.ledger import Ledger
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
+from flatout.engine.applier import Applier
+from flatout.engine.replay import Replay, random_state
+from flatout.kernels.adamw.op import adamw_
+from flatout.kernels.augment.op import augment
+from flatout.kernels.layer_norm.op import layer_norm
+from flatout.kernels.linear_cross_entropy.op import linear_cross_entropy
+from flatout.levers.autocast import LEVER as AUTOCAST
+from flatout.levers.offload import LEVER as OFFLOAD
+from flatout.levers.resident_data import LEVER as RESIDENT
+from flatout.levers.tf32 import LEVER as TF32
+from flatout.loop.reduction import Recogniser
+from flatout.plan.errors import LoopError
+from flatout.plan.facts import Facts, Gpu
+from flatout.ranks.meeting import _backend_of_cuda
+from flatout.ranks.streams import Streams
+from flatout.saved.host import Offloading
+
+DEVICE = torch.device("cuda:1")
+CHECKS = {}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def scene(model, optimizer=None):
+    found = Scene(torch, Listener(), Ledger())
+    found.introduce([model], [optimizer] if optimizer else [], [])
+    return found
+
+
+class Launches:
+    """Stands around a Triton kernel: on which device each launch finds itself."""
+
+    def __init__(self, kernel):
+        self.kernel, self.devices = kernel, []
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            self.devices.append(torch.cuda.current_device())
+            return self.kernel[grid](*args, **kwargs)
+
+        return launch
+
+
+@check
+def triton_launches_where_the_tensors_are():
+    from flatout.kernels.adamw import in_triton as of_adamw
+    from flatout.kernels.augment import in_triton as of_augment
+    from flatout.kernels.layer_norm import in_triton as of_norm
+    from flatout.kernels.linear_cross_entropy import in_triton as of_loss
+
+    seen = []
+    for module, name in ((of_norm, "_forward"), (of_norm, "_backward"), (of_augment, "_augment"), (of_adamw, "_step"), (of_loss, "_losses")):
+        seen.append(Launches(getattr(module, name)))
+        setattr(module, name, seen[-1])
+    x, weight = torch.randn(4, 16, device=DEVICE, requires_grad=True), torch.ones(16, device=DEVICE, requires_grad=True)
+    y = layer_norm(x, weight, implementation="triton")
+    y.sum().backward()
+    assert torch.allclose(y, functional.layer_norm(x, (16,), weight), atol=1e-5)
+    images, zeros = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8, device=DEVICE), torch.zeros(2, dtype=torch.long, device=DEVICE)
+    augment(images, zeros, zeros, zeros.bool(), [8, 8], torch.zeros(3, device=DEVICE), torch.ones(3, device=DEVICE), implementation="triton")
+    state = [[torch.zeros(9, device=DEVICE)] for _ in range(4)]
+    adamw_(*state, 1, implementation="triton")
+    linear_cross_entropy(x, torch.randn(5, 16, device=DEVICE, requires_grad=True), zeros.repeat(2), implementation="triton").backward()
+    assert [each.devices for each in seen] == [[1]] * 5
+
+
+@check
+def capability_is_asked_of_the_models_device():
+    asked, really = [], torch.cuda.get_device_capability
+    model = nn.Linear(4, 1).to(DEVICE)
+    torch.cuda.get_device_capability = lambda device=None: asked.append(device) or really(device)
+    for lever in (TF32, AUTOCAST):
+        lever.applies(Facts(), scene(model))
+    torch.cuda.get_device_capability = really
+    assert asked == [DEVICE, DEVICE]
+
+
+@check
+def data_may_fill_a_share_of_the_models_device():
+    model = nn.Linear(4, 1).to(DEVICE)
+    large, small = Gpu("large", 64 * 2**30, (9, 0)), Gpu("small", 8 * 2**30, (9, 0))
+    assert RESIDENT.applies(Facts(gpus=(large, small)), scene(model)).values == ({"mib": 2048},)
+    assert RESIDENT.applies(Facts(gpus=(small,)), scene(model)).values == ({"mib": 2048},)  # it alone was asked for
+
+
+@check
+def an_error_is_looked_at_on_the_device_that_it_names():
+    held = torch.empty(100 * 2**20, dtype=torch.uint8, device="cuda:0"), nn.Linear(1000, 1000).to(DEVICE)
+    try:
+        torch.empty(2**40, dtype=torch.uint8, device=DEVICE)
+    except torch.OutOfMemoryError as error:
+        seen = failing.look(error)
+    assert seen.facts["gpu"] == "Stand-in card 1"
+    assert 4_000_000 <= seen.memory["parameters"] <= seen.memory["allocated"] < 50 * 2**20
+    assert failing.look(RuntimeError("CUDA error: out of memory")).facts["gpu"] == "Stand-in card 0"  # the fullest
+    del held
+
+
+@check
+def the_guard_keeps_its_results_on_the_host_where_the_models_card_is_nearly_full():
+    model = nn.Linear(1024, 1024).to(DEVICE)
+    optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.randn(8, 1024, device=DEVICE)
+    found = scene(model, optimizer)
+    step = [{"root": 0, "args": (x,), "kwargs": {}, "random": random_state(found), "autocast": ("cuda", torch.float16, False), "grads": {0: model(x).detach()}}]
+
+    def devices():
+        played = Replay(found, Applier((), Facts(), found), copy.deepcopy(([model], [optimizer])), [0]).play([step])
+        return {str(tensor.device) for tensor in (*played.outputs[0], *played.gradients[0], *played.updates)}
+
+    assert devices() == {"cuda:1"}
+    held = torch.empty(torch.cuda.mem_get_info(DEVICE)[0] - 100 * 2**20, dtype=torch.uint8, device=DEVICE)
+    assert devices() == {"cpu"}
+    del held
+
+
+@check
+def trying_out_a_loss_draws_nothing():
+    def noisy(model, batch):
+        return functional.mse_loss(functional.dropout(model(batch[0]), 0.5), batch[1])
+
+    model, batch = nn.Linear(8, 1).to(DEVICE), (torch.randn(6, 8, device=DEVICE), torch.randn(6, 1, device=DEVICE))
+    before = torch.cuda.get_rng_state(DEVICE)
+    with contextlib.suppress(LoopError):  # it is random in evaluation, too
+        Recogniser(torch, model, lambda part: noisy(model, part)).recognise(batch, 6)
+    assert torch.equal(torch.cuda.get_rng_state(DEVICE), before)
+
+
+@check
+def ranks_draw_for_themselves_on_their_device():
+    torch.manual_seed(7)
+    plain, common, own = torch.rand(4, device=DEVICE), [], []
+    for rank in range(2):
+        torch.manual_seed(7)
+        streams = Streams(torch, rank)
+        streams.part()
+        own.append(torch.rand(4, device=DEVICE))
+        with streams.common():
+            common.append(torch.rand(4, device=DEVICE))
+    assert not torch.equal(*own)
+    assert all(torch.equal(each, plain) for each in common)
+
+
+@check
+def ranks_with_a_card_each_exchange_over_nccl():
+    """Though the same card is the current one in both, as where a script never calls set_device."""
+    place, here = torch.distributed.HashStore(), SimpleNamespace(rank=0, world_size=2)
+    backends = []
+    for other in ("cuda:0", "cuda:1"):
+        place.set("device 1", f"{os.uname().nodename} {torch.cuda.get_device_properties(other).uuid}")
+        backends.append(_backend_of_cuda(torch, here, place, DEVICE))
+    assert backends == ["cpu:gloo,cuda:nccl", "gloo"]
+
+
+@check
+def what_is_offloaded_comes_back_and_leaves_no_pinned_memory():
+    """Where tensors are made on the card by default."""
+    torch.set_default_device(DEVICE)
+    try:
+        model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
+        optimizer = torch.optim.Adam(model.parameters())
+
+        def step():
+            optimizer.zero_grad()
+            model(torch.ones(512, 512)).square().mean().backward()
+            optimizer.step()
+
+        step()
+        for value in ("activations", "optimizer"):
+            undo = OFFLOAD.apply(scene(model, optimizer), value, Ledger())
+            step()
+            assert torch.cuda.memory.host_memory_stats()["allocated_bytes.current"] >= 2**20
+            undo()
+            assert torch.cuda.memory.host_memory_stats()["allocated_bytes.current"] == 0
+            assert all(held.device == DEVICE for state in optimizer.state.values() for name, held in state.items() if name != "step")
+            step()
+    finally:
+        torch.set_default_device(None)
+
+
+@check
+def tensors_of_two_cards_are_offloaded_beside_their_own_work():
+    """A model in two halves, one on each card."""
+    first, second = nn.Linear(256, 1024).to("cuda:0"), nn.Linear(1024, 256).to(DEVICE)
+    hooks, gradients = Offloading(torch, "cuda", least_bytes=1), []
+    for offloaded in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack) if offloaded else torch.enable_grad():
+            loss = functional.gelu(second(functional.gelu(first(torch.ones(64, 256, device="cuda:0"))).to(DEVICE))).square().mean()
+        loss.backward()
+        gradients.append([p.grad.cpu() for module in (first, second) for p in module.parameters()])
+        first.zero_grad()
+        second.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert sorted(str(device) for device in hooks._streams) == ["cuda:0", "cuda:1"]
+    assert all(stream.device == device for device, stream in hooks._streams.items())
+
+
+@check
+def an_overflow_on_the_device_leaves_the_step_out():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    undo = AUTOCAST.apply(SimpleNamespace(torch=torch, device_type="cuda", roots=[], parameters=list(model.parameters()), optimizers=[optimizer]), "float16",
+                          Ledger())
+    before = [p.detach().clone() for p in model.parameters()]
+    (model(torch.ones(4, 8, device=DEVICE)).sum() * 1e38).backward()  # infinite at the leaves, after scaling
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    model.zero_grad()
+    model(torch.ones(4, 8, device=DEVICE)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before[0], model[0].weight)
+    undo()
+
+
+def main():
+    found = {}
+    for name, function in CHECKS.items():
+        try:
+            function()
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-2)}"
+        if torch.cuda.current_device():
+            found[name] += "the current device has changed"
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # a thread of autograd that still frees objects of Python would end the process with a signal
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Steps that are recorded as CUDA graphs give the plain program's lines. The cards are a stand-in, whose graphs compute with its own kernels."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from cards import PROGRAMS, needed, on_cards
+
+pytestmark = needed()
+HERE = Path(__file__).parent
+RUNS = {
+    "accumulation, clipping, a schedule by epochs": ["--accumulate", "3"],
+    "two models on the second card, one of them called twice a step": ["--optimizer", "AdamW", "--second", "--device", "cuda:1"],
+    "a forward pass that reads a value": ["--read"],
+}
+MOVING = ["--optimizer", "Adam", "--every-step"]
+PENALTY = ["--penalty", "5"]
+
+
+def program(arguments):
+    return [str(PROGRAMS / "recorded.py"), "--epochs", "4", *arguments]
+
+
+def told(text):
+    return [line for line in text.splitlines() if re.match(r"(epoch|step) \d", line)]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """What each program prints without flatout."""
+    everything = [*RUNS.values(), MOVING, PENALTY]
+    argv = [part for arguments in everything for part in ("+", *program(arguments))][1:]
+    done = on_cards(tmp_path_factory.mktemp("plain"), "python", str(HERE / "several.py"), *argv)
+    assert done.returncode == 0, done.stderr
+    parts = [told(part) for part in re.split(r"^== \d+$", done.stdout, flags=re.M)[1:]]
+    return {" ".join(arguments): part for arguments, part in zip(everything, parts, strict=True)}
+
+
+def recorded(tmp_path, arguments):
+    """Its lines with the step recorded, how many graphs there were and how often they were replayed, and what flatout said."""
+    done = on_cards(tmp_path, "flatout", "run", "--with", "graphs", "python", str(HERE / "counted.py"), *program(arguments))
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = re.search(r"graphs: (\d+) recorded, (\d+) replayed", done.stderr)
+    return told(done.stdout), int(counts[1]), int(counts[2]), done.stderr
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_recorded_step_changes_no_line(name, plain, tmp_path):
+    lines, graphs, replays, said = recorded(tmp_path, RUNS[name])
+    assert lines == plain[" ".join(RUNS[name])]
+    if "--read" in RUNS[name]:
+        assert "the forward pass reads a value of the device" in said
+        assert graphs <= 3  # of the update alone
+    else:
+        assert "graphs:" not in re.sub(r"graphs: \d+ recorded.*", "", said)
+        assert replays > 60 > 4 * graphs
+
+
+def values(line):
+    return [float.fromhex(each) for each in line.split(": ")[1].split()]
+
+
+@pytest.mark.parametrize("arguments", [MOVING, PENALTY], ids=["a rate that moves in every step", "a gradient that is differentiated now and then"])
+def test_what_is_rounded_otherwise_stays_close(arguments, plain, tmp_path):
+    lines, graphs, replays, _ = recorded(tmp_path, arguments)
+    assert replays > 60 > 4 * graphs
+    for line, other in zip(lines, plain[" ".join(arguments)], strict=True):
+        assert values(line) == pytest.approx(values(other), rel=1e-3, abs=1e-4)
+
+
+CASES = (
+    "dropout_and_running_statistics", "a_layer_in_evaluation_mode_for_a_while", "an_attribute_that_the_script_sets", "weights_that_get_other_memory",
+    "layers_that_are_frozen_and_thawed", "a_number_outside_of_the_modules_is_found_by_a_check", "a_tensor_outside_of_the_modules",
+    "random_numbers_of_the_host", "a_pass_that_counts_its_calls", "recurrent_layers", "outputs_and_gradients_that_are_kept", "gradients_that_add_up",
+    "two_passes_before_their_backward_passes", "a_graph_that_is_retained", "an_output_that_is_used_later_only", "autocast_of_the_script",
+    "a_state_that_is_loaded_again", "a_rate_that_changes_now_and_then", "an_optimizer_that_the_compiler_wraps",
+    "a_scheduler_that_is_made_afterwards", "shapes_that_come_once",
+    "memory_of_a_recording_is_counted_and_given_back", "hooks_of_the_script_keep_a_module_eager",
+)
+
+
+@pytest.fixture(scope="module")
+def came(tmp_path_factory):
+    done = on_cards(tmp_path_factory.mktemp("cases"), "python", str(HERE / "graph_cases.py"), cards=1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recorded_module_does_what_its_plain_twin_does(name, came):
+    assert came[name] == ""
+
+
+def test_no_case_is_left_out(came):
+    assert set(came) == set(CASES)

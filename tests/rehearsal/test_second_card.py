@@ -1,0 +1,23 @@
+"""A model on the second card, where the first is the current device: whatever acts on it, or asks for its memory, means that one."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from cards import needed, on_cards
+
+pytestmark = needed()
+PROGRAM = Path(__file__).parent / "second_card.py"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    done = on_cards(tmp_path_factory.mktemp("second card"), "python", str(PROGRAM), TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("check", re.findall(r"^@check\ndef (\w+)", PROGRAM.read_text(), re.MULTILINE))
+def test_the_second_card(check, found):
+    assert found[check] == ""

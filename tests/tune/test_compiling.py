@@ -1,0 +1,105 @@
+"""Programs whose compiler works while others are measured: each has its turn, in the memory that there is, and is measured before the time is over."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from flatout.launch.command import understand
+from flatout.levers import TABLE
+from flatout.plan.folder import JobFolder
+from flatout.plan.records import SessionRecord
+from flatout.plan.words import Effect
+from flatout.probe.machine import look
+from flatout.tune.candidates import Candidate
+from flatout.tune.compiling import ALONE_PROGRAMS, MOST_PROGRAMS, Compiling
+from flatout.tune.explore import explore
+from flatout.tune.factors import make_space
+from flatout.tune.search import observe
+from flatout.tune.tuning import Goal, Tuning, only
+
+LEVER = {lever.name: lever for lever in TABLE}
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = []
+
+    def one(text: str = "", budget_s: float = 300.0, copies: int = 9, **levers: tuple) -> Tuning:
+        (tmp_path / "train.py").write_text(text)
+        facts = replace(look(), cores=4)
+        session, job = SessionRecord([], str(tmp_path), {}), JobFolder(tmp_path / "job").make()
+        tuning = Tuning(understand((sys.executable, "train.py")), job, facts, session, Goal(budget_s))
+        made.append(tuning)
+        tuning.copies = copies
+        for name, values in levers.items():
+            tuning.candidates[name] = Candidate(LEVER[name], values, LEVER[name].effect)
+        return tuning
+
+    yield one
+    for tuning in made:
+        tuning.arena.close()
+
+
+def quick(tuning: Tuning):
+    return only(tuning.space, [factor.key for factor in tuning.space.factors if not factor.warms_up])
+
+
+def under(compiling: Compiling) -> set[str]:
+    return {choice.name for choice in compiling.trial.plan} if compiling.trial is not None else set()
+
+
+def test_each_value_of_a_compiler_has_its_turn(make):
+    """Beside what the prior expects to be faster, and never beside what excludes it."""
+    tuning = make(compile=("default", "max-autotune-no-cudagraphs"), inplace=(True,), gc_pause=(True,))
+    make_space(tuning)
+    compiling, seen = Compiling(tuning), []
+    for _ in range(3):
+        compiling.begin(quick(tuning))
+        if compiling.trial is not None:
+            compiling.begin(quick(tuning))  # one at a time
+            seen.append(compiling.trial.plan.get("compile").value)
+            assert tuning.arena.background == tuning.arena.running == [compiling.trial]
+            assert "inplace" not in under(compiling)
+            compiling._end(compiling.trial)
+    assert seen == ["default", "max-autotune-no-cudagraphs"]
+    assert not tuning.arena.running
+
+
+def test_a_compiler_that_does_not_fit_beside_others_works_after_them(make):
+    tuning = make(copies=ALONE_PROGRAMS, compile=("default",))
+    make_space(tuning)
+    compiling = Compiling(tuning)
+    compiling.begin(quick(tuning))
+    assert compiling.trial is None
+    assert compiling.reserved_s > 0
+    compiling.begin(quick(tuning), alone=True)
+    assert under(compiling) == {"compile"}
+
+
+def test_where_there_is_room_no_time_is_kept_before_it_has_begun(make):
+    tuning = make(copies=MOST_PROGRAMS, compile=("default",))
+    make_space(tuning)
+    assert Compiling(tuning).reserved_s == 0.0
+
+
+def test_a_compiler_for_which_there_is_no_time_is_not_begun(make):
+    tuning = make(compile=("default",))
+    make_space(tuning)
+    tuning.start_s -= 300.0
+    compiling = Compiling(tuning)
+    compiling.begin(quick(tuning), alone=True)
+    assert compiling.trial is None
+
+
+@pytest.mark.slow
+def test_a_search_measures_what_is_compiled(make, by_hand):
+    tuning = make(by_hand, 60.0)
+    observe(tuning)
+    tuning.copies, tuning.candidates = ALONE_PROGRAMS, {"compile": Candidate(LEVER["compile"], ("default",), Effect.ROUNDING)}
+    explore(tuning)
+    assert {"compile=default" in block.on for block in tuning.blocks} == {True, False}
+    assert tuning.candidates["compile"].ratio is not None
