@@ -210,6 +210,8 @@ ROWS = [
     *each(("compile", "memory_budget", "recompute"), NOT_CALLED, "by_hand", "stream"),
     Row("compile", "compiling for the CPU needs a C++ compiler, and g++ was not found; install it (`apt-get install g++`) or name another one in CXX",
         "stream", "own_sampler"),
+    Row("compile", "compiling for a GPU needs Triton, which is not installed; `pip install triton` brings it",
+        not_run="not run: it needs a GPU without Triton"),
     Row("fused_ops", f"{COMPILED}and the compiler fuses operations in its own way", "own_choices", "switched_off"),
     Row("fused_ops", f"{TWICE}and these kernels have no second derivative", "second_order", "switched_off"),
     Row("fused_ops", "the program has no torch.optim.Optimizer, which tells when the weights change; logits that are read late need the old weights",

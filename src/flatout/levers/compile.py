@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 from flatout.plan.facts import Facts
@@ -38,6 +39,8 @@ def applies(facts: Facts, scene: Any) -> Options | Skip:
     if scene.device_type == "cpu" and shutil.which(compiler.split()[0] if compiler.split() else "g++") is None:
         return Skip(f"compiling for the CPU needs a C++ compiler, and {compiler} was not found; install it (`apt-get install g++`) or name another one in CXX")
     if scene.device_type == "cuda":
+        if find_spec("triton") is None:
+            return Skip("compiling for a GPU needs Triton, which is not installed; `pip install triton` brings it")
         return Options(("default", "max-autotune-no-cudagraphs"))
     return Options(("default",))
 
