@@ -687,6 +687,8 @@ def test_what_was_changed_in_place_is_an_error_and_no_wrong_number():
     bias.fill_(1.0)
     with pytest.raises(RuntimeError, match="run without attention"):
         weights.sum()
+    with pytest.raises(RuntimeError, match="run without attention"):
+        weights @ q
 
 
 def test_what_needs_memory_gets_it():

@@ -91,8 +91,8 @@ class Step:
         self.before: Step | None = next((each for each in args if isinstance(each, Step)), None)
         self.tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         self.versions = [tensor._version for tensor in self.tensors]
-        self.grad = torch.is_grad_enabled()
-        self.autocast = _autocast()
+        self.device: torch.device = self.tensors[0].device if self.before is None else self.before.device
+        self.grad, self.autocast = torch.is_grad_enabled(), _autocast(self.device)
         self.leaves = {id(tensor): tensor for tensor in self.tensors if tensor.requires_grad}  # what a gradient goes on to
         if self.before is not None:
             self.leaves |= self.before.leaves
@@ -117,9 +117,7 @@ class Step:
 
     def made(self, instead: dict[int, Tensor]) -> Tensor:
         """The operators of the script, from the start; ``instead`` are other tensors, by the id of those that they stand for."""
-        if [tensor._version for tensor in self.tensors] != self.versions:
-            raise RuntimeError("these attention weights are looked at after something that they are made of was changed in place, "
-                               "and the lever attention had not computed them: run without attention.")
+        self.check()
         args, kwargs = tree_map_only(Step, lambda step: step.made(instead) if instead else step.compute(), (self.args, self.kwargs))
         if instead:
             args, kwargs = tree_map_only(Tensor, lambda tensor: instead.get(id(tensor), tensor), (args, kwargs))
@@ -127,6 +125,15 @@ class Step:
         with torch.inference_mode(False), torch.set_grad_enabled(self.grad), torch.autocast(device, dtype, enabled):
             found: Tensor = self.function(*args, **kwargs)
         return found
+
+
+    def check(self) -> None:
+        """Raises RuntimeError where the script has computed this from values that are no longer there."""
+        if [tensor._version for tensor in self.tensors] != self.versions:
+            raise RuntimeError("these attention weights are used after something that they are made of was changed in place, "
+                               "and the lever attention had not computed them: run without attention.")
+        if self.before is not None and self.value is None:
+            self.before.check()
 
 
 class _Place(torch.autograd.Function):
@@ -238,12 +245,12 @@ def _still_deferred(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
         return None
     inside = name in OUT_OF_PLACE
     function = getattr(torch.Tensor, OUT_OF_PLACE[name]) if inside else function
-    like = _like(function, name in VIEWS, args, kwargs)
+    like = _like(function, step.device, name in VIEWS, args, kwargs)
     if like is None or (inside and (at != 0 or like.dtype is not first.dtype or step.is_seen_elsewhere)):
         return None
     if step.form is not None and name in PRODUCTS:
         whole = finished(step.watch.see, name, step.form, at, args, kwargs, like)
-        return None if whole is None else step.watch.attended(whole, step.ordinal, like)
+        return None if whole is None else step.watch.attended(whole, step, like)
     form = None if step.form is None else extended(step.watch.see, name, step.form, at, args, kwargs, like)
     if form is None and not (name in LATER and at == 0 and (step.form is None or step.form.is_weights)):
         return None
@@ -270,13 +277,14 @@ def _settled(thing: Tensor) -> bool:
 _likes: dict[Any, Tensor | None] = {}
 
 
-def _like(function: Any, keeps_type: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _like(function: Any, device: torch.device, keeps_type: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """A tensor without memory that has the shape, strides and type of what this operator makes; None where it makes none, or fails.
 
     Sizes are computed on the meta device; the type by the operator itself, from tiny tensors, under the autocast of the moment.
     """
+    autocast = _autocast(device)
     try:
-        key = (function, _key(args), _key(tuple(sorted(kwargs.items()))), _autocast())
+        key = (function, _key(args), _key(tuple(sorted(kwargs.items()))), autocast)
         if key in _likes:
             return _likes[key]
     except TypeError:  # an argument that cannot be hashed
@@ -284,10 +292,9 @@ def _like(function: Any, keeps_type: bool, args: tuple[Any, ...], kwargs: dict[s
     if len(_likes) >= MOST_LIKES:
         _likes.clear()
     _likes[key] = None
-    device, dtype, _ = _autocast()
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         try:
-            with torch.autocast(device, dtype, enabled=False):
+            with torch.autocast(autocast[0], autocast[1], enabled=False):
                 made = function(*_each(_without_memory, args), **_each(_without_memory, kwargs))
             kind = next(each.dtype for each in args if isinstance(each, Tensor)) if keeps_type else function(*_each(_tiny, args), **_each(_tiny, kwargs)).dtype
         except Exception:  # it will be called again, and fail where the script sees it
@@ -316,9 +323,8 @@ def _key(things: tuple[Any, ...]) -> tuple[Any, ...]:
                  if isinstance(each, (list, tuple)) else (type(each), each) for each in things)
 
 
-def _autocast() -> tuple[str, torch.dtype, bool]:
-    device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
-    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+def _autocast(device: torch.device) -> tuple[str, torch.dtype, bool]:
+    return device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
 
 
 # -- masks that stay what they are -----------------------------------------------------------------------------------------
@@ -451,17 +457,18 @@ class Watch(TorchFunctionMode):
                 or torch._C._are_functorch_transforms_active() or len({each.device for each in tensors}) != 1):
             return None
         form = product(self.see, name, args, kwargs)
-        like = None if form is None else _like(function, False, args, kwargs)
+        like = None if form is None else _like(function, tensors[0].device, False, args, kwargs)
         if form is None or like is None:
             return None
         return _deferred(Step(function, args, kwargs, replace(form, dtype=like.dtype), self, ordinal), like, tensors[0].device)
 
-    def attended(self, whole: Finished, ordinal: int, like: Tensor) -> Tensor:
+    def attended(self, whole: Finished, step: Step, like: Tensor) -> Tensor:
+        step.check()
         causal, checked = self.masks.known(whole.form)
-        device, dtype, _ = _autocast()
+        device, dtype, _ = _autocast(step.device)
         with torch.autocast(device, dtype, enabled=False):
             found: Tensor = attend(self.see, whole, causal, checked)
-        self.fused[ordinal] += 1
+        self.fused[step.ordinal] += 1
         COUNT[0] += 1
         if found.stride() == like.stride():
             return found
