@@ -106,7 +106,7 @@ def every(folder: Path, smoke: bool) -> Any:
     yield interrupted(folder, plain["gan"])
     yield run("profile", "gan", folder, (*FLATOUT, "profile", "--steps", "20", "--budget", "15s", "python", GAN[0]), None)[0]
     if not smoke:
-        yield run("tune", "gan", folder, (*FLATOUT, "tune", "--budget", "40s", "python", GAN[0]), None, 90)[0]
+        yield run("tune", "gan", folder, (*FLATOUT, "tune", "--no-write", "--budget", "40s", "python", GAN[0]), None, 90)[0]
 
 
 def run(what: str, name: str, folder: Path, command: tuple[str, ...], expected: list[str] | None, limit_s: float = LIMIT_S) -> tuple[Result, list[str]]:
