@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from flatout.capture.demands import Source
 from flatout.capture.device import Redirection
 from flatout.capture.ledger import Ledger
+from flatout.diagnose.explain import explain
 from flatout.launch.command import understand
 from flatout.plan.facts import Facts
+from flatout.plan.failure import FailureRecord, Thrown
 from flatout.tune.session import differences, key_of
 
 pytestmark = pytest.mark.timeout(150)
@@ -199,7 +201,7 @@ train()
 
 
 def test_a_program_that_demands_cuda_runs(flatout, script):
-    """It hears yes where it would end itself, and elsewhere the truth: there, it would take another path than on a CPU."""
+    """The answer is yes where it would end otherwise, and no elsewhere: there, it takes the path for a CPU."""
     script(ANSWERS)
     done = flatout("run", "--device", "cpu", "python", "train.py")
     assert done.out == "trains False False 0 cpu\n", done.err
@@ -327,6 +329,22 @@ def test_what_cannot_be_redirected_is_named(flatout, script, name):
     assert ("flatout: --device cpu cannot redirect the CUDA extension 'twice_of_it'" in told) is (name == "extension")
     if name == "triton":  # the command that is named
         assert flatout("run", "--device", "cpu", "python", "train.py", env={"TRITON_INTERPRET": "1"}).out == "[2.0, 2.0, 2.0, 2.0]\n"
+
+
+@pytest.mark.parametrize(("message", "what"), [
+    ("No supported gpu backend found!", "a trainer that is told to use a GPU"), ("Found no NVIDIA driver on your system.", "this use of CUDA"),
+    ("x must be a CUDA tensor", "a CUDA extension"), ("mat1 and mat2 shapes cannot be multiplied (16x8 and 4x4)", ""),
+])
+def test_texts_of_what_cannot_be_redirected(message, what):
+    """Only where the option was given, and not for another card: there, CUDA is what it is."""
+    def explained(device):
+        return explain(FailureRecord([Thrown("RuntimeError", ["RuntimeError"], message)], facts={"device": device} if device else {}))
+
+    found = explained("cpu")
+    assert found is not None
+    assert (found.rule == "FE000") is bool(what)
+    assert f"--device cpu cannot redirect {what}: " in found.said or not what
+    assert all(other is None or other.rule != "FE000" for other in map(explained, ("", "cuda:1")))
 
 
 @pytest.mark.parametrize(("words", "says"), [

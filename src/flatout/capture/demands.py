@@ -1,4 +1,4 @@
-"""Where a program would end itself if it heard that there is no CUDA device, read from its source."""
+"""Where a program would end if it were told that there is no CUDA device, read from its source."""
 
 from __future__ import annotations
 

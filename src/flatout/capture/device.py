@@ -5,7 +5,7 @@ tensors, `Tensor.to` and its like, storages that are loaded, autocast and GradSc
 names no device costs one Python call more.
 
 On the CPU, `torch.cuda.is_available()` answers False to the program, so that one that can train on a CPU does what it does there; but True where it would
-end itself because of the answer (an assert, a branch that raises or leaves). Libraries always hear the truth.
+end itself because of the answer (an assert, a branch that raises or leaves). Libraries always get the true answer.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Redirection:
         return moved
 
     def _is_cuda(self, really: Any) -> property:
-        """What the program asks of a tensor. One that ends itself unless it is there hears that it is; on another accelerator all do."""
+        """What the program asks of a tensor. Yes for one that would end otherwise; on another accelerator, yes for all."""
         kind = self.target.type
 
         def is_cuda(tensor: Any) -> bool:
@@ -369,7 +369,7 @@ class Redirection:
         return call
 
     def _asked(self, name: str, really: Any, of_target: bool) -> Any:
-        """`is_available` and `device_count`: libraries hear the truth, the program what it needs to run on the one device."""
+        """`is_available` and `device_count`: libraries get the true answer, the program the one with which it runs on its one device."""
         counts = name == "device_count"
 
         @wraps(really)

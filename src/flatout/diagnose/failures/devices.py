@@ -24,6 +24,8 @@ NOT_REDIRECTED = (
      "use NumPy or torch there, or run it where there is a CUDA device"),
     ("a CUDA graph", r"/torch/cuda/graphs\.py|\bcuda\.(?:CUDAGraph|graph)\b", r"CUDA graph", "it replays what a CUDA device has recorded",
      "run the step without torch.cuda.CUDAGraph"),
+    ("a trainer that is told to use a GPU", r"(?!)", r".{0,300}(?:No supported gpu backend|CUDAAccelerator|can only be used on CUDA|support bf16/gpu)",
+     "it looks for the GPU itself", 'Trainer(accelerator="auto")         # Lightning\nTrainingArguments(use_cpu=True)       # Hugging Face'),
     ("this use of CUDA", r"(?!)",
      r"(?:Found no NVIDIA driver|No CUDA GPUs are available|Torch not compiled with CUDA|CUDA error: CUDA driver version is insufficient"
      r"|Unexpected error from cudaGetDeviceCount|CUDA driver initialization failed|invalid argument to exchangeDevice|.{0,200}arguments from the 'CPU' backend"
