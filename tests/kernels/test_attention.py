@@ -342,7 +342,7 @@ def changed_by_index(q, k, v):
 
 def changed_through_a_view(q, k, v):
     scores = q @ k.mT
-    view = scores.view(B * T, T)
+    view = scores.view(1, B, T, T)
     view.mul_(2.0)
     return scores.softmax(-1) @ v, scores
 

@@ -92,7 +92,7 @@ class Step:
         self.tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         self.versions = [tensor._version for tensor in self.tensors]
         self.device: torch.device = self.tensors[0].device if self.before is None else self.before.device
-        self.grad, self.autocast = torch.is_grad_enabled(), _autocast(self.device)
+        self.autocast = _autocast(self.device)
         self.leaves = {id(tensor): tensor for tensor in self.tensors if tensor.requires_grad}  # what a gradient goes on to
         if self.before is not None:
             self.leaves |= self.before.leaves
@@ -122,7 +122,7 @@ class Step:
         if instead:
             args, kwargs = tree_map_only(Tensor, lambda tensor: instead.get(id(tensor), tensor), (args, kwargs))
         device, dtype, enabled = self.autocast
-        with torch.inference_mode(False), torch.set_grad_enabled(self.grad), torch.autocast(device, dtype, enabled):
+        with torch.inference_mode(False), torch.autocast(device, dtype, enabled):  # this enables gradients, too, as they were
             found: Tensor = self.function(*args, **kwargs)
         return found
 

@@ -1,0 +1,44 @@
+"""Models of transformers, plain and with the lever `attention`: prints their losses and how many attentions were fused as JSON."""
+import json
+
+import torch
+import transformers
+
+from flatout.capture.ledger import Ledger
+from flatout.capture.listener import Listener
+from flatout.capture.scene import Scene
+from flatout.kernels import attention_deferred as deferred
+from flatout.levers.attention import LEVER
+
+STEPS = 4
+SMALL = {"vocab_size": 40, "attn_implementation": "eager", "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 32}
+MODELS = {
+    "GPT2LMHeadModel": transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, attn_pdrop=0.0, **SMALL),
+    "BertForMaskedLM": transformers.BertConfig(attention_probs_dropout_prob=0.0, **SIZES, **SMALL),
+    "LlamaForCausalLM": transformers.LlamaConfig(num_key_value_heads=2, **SIZES, **SMALL),
+    "BloomForCausalLM": transformers.BloomConfig(n_layer=2, n_head=4, hidden_size=32, **SMALL),
+}
+tokens = torch.randint(2, 40, (3, 9), generator=torch.Generator().manual_seed(0))
+padding = torch.ones(3, 9, dtype=torch.int64)
+padding[0, 6:] = padding[1, 3:] = 0
+found = {}
+for name, config in MODELS.items():
+    for ours in (False, True):
+        torch.manual_seed(0)
+        scene, before, losses = Scene(torch, Listener(), Ledger()), deferred.COUNT[0], []
+        model = getattr(transformers, name)(config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scene.introduce([model], [optimizer], [])
+        if ours:
+            LEVER.apply(scene, True, scene.ledger)
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            loss = model(input_ids=tokens, attention_mask=padding, labels=tokens).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        scene.ledger.restore()
+        found.setdefault(name, []).append([losses, deferred.COUNT[0] - before])
+print(json.dumps(found))
