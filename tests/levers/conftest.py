@@ -70,3 +70,18 @@ def program():
     yield make
     for each in reversed(made):
         each.leave()
+
+
+@pytest.fixture
+def training(request):
+    """``training()`` is one of the file's class ``Training``, with a scene and a ledger that are left at the end."""
+    made = []
+
+    def make(**options):
+        made.append(request.module.Training(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.scene.rest()
+        each.ledger.restore()

@@ -116,20 +116,6 @@ class Training:
         return found
 
 
-@pytest.fixture
-def training():
-    made = []
-
-    def make(**options):
-        made.append(Training(**options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.scene.rest()
-        each.ledger.restore()
-
-
 @pytest.mark.parametrize("kind", [ByHand, Multihead])
 def test_it_trains_the_same(training, kind):
     expected, live = training(plain=True, kind=kind).steps(9), training(kind=kind)

@@ -62,20 +62,6 @@ class Training:
         return found
 
 
-@pytest.fixture
-def training():
-    made = []
-
-    def make(**options):
-        made.append(Training(**options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.scene.rest()
-        each.ledger.restore()
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_it_trains_the_same(training, tied):
     plain, live = training(plain=True, tied=tied), training(tied=tied)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,20 @@ def on_cards(folder: Path, *command: str, cards: int = 2, mib: int = stand_in.MI
     env = surroundings(cards, mib, waits, kernel_us, **more)
     whole = {"python": [sys.executable], "flatout": [sys.executable, "-m", "flatout"]}.get(command[0], [command[0]])
     return subprocess.run([*whole, *command[1:]], cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def interrupted(folder: Path, after: int, *command: str) -> list[str]:
+    """Runs flatout's ``command``, ends it by SIGTERM after so many lines, and answers all that it had printed."""
+    first = subprocess.Popen([sys.executable, "-m", "flatout", *command], cwd=folder, env=surroundings(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, text=True)
+    said = []
+    for line in first.stdout:
+        said.append(line.rstrip("\n"))
+        if len(said) == after:
+            first.send_signal(signal.SIGTERM)
+    why = first.stderr.read()
+    assert first.wait(LIMIT_S) == -signal.SIGTERM, why
+    return said
 
 
 def needed() -> pytest.MarkDecorator:

@@ -2,13 +2,10 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cards import LIMIT_S, PROGRAMS, needed, on_cards, surroundings
+from cards import PROGRAMS, interrupted, needed, on_cards
 
 pytestmark = needed()
 HERE = Path(__file__).parent
@@ -74,15 +71,7 @@ def test_reads_wait_for_their_copies_alone(plain, tmp_path):
 
 def test_an_interrupted_run_resumes_to_the_same_lines(plain, tmp_path):
     command = (*WITH[1:], "--resume", "python", *GAN)
-    first = subprocess.Popen([sys.executable, "-m", "flatout", *command], cwd=tmp_path, env=surroundings(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE, text=True)
-    said = []
-    for line in first.stdout:
-        said.append(line.rstrip("\n"))
-        if len(said) == 2:
-            first.send_signal(signal.SIGTERM)
-    why = first.stderr.read()
-    assert first.wait(LIMIT_S) == -signal.SIGTERM, why
+    said = interrupted(tmp_path, 2, *command)
     again = on_cards(tmp_path, "flatout", *command, waits=tmp_path / "waits")
     assert "going on exactly after step" in again.stderr, again.stderr
     assert said + again.stdout.splitlines() == plain[0]["two models on the second card"]

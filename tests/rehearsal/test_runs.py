@@ -3,13 +3,10 @@
 import importlib.util
 import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cards import EXAMPLES, LIMIT_S, PROGRAMS, needed, on_cards, surroundings
+from cards import EXAMPLES, PROGRAMS, interrupted, needed, on_cards
 
 pytestmark = needed()
 HERE = Path(__file__).parent
@@ -111,15 +108,7 @@ def test_the_loop_tries_levers_on_the_second_card(tmp_path):
 @pytest.mark.parametrize("name", ["second card", "closure"])
 def test_an_interrupted_run_goes_on_to_the_same_lines(name, plain, tmp_path):
     command = ["run", "--plan", "none", "--resume", "python", *RUNS[name]]
-    first = subprocess.Popen([sys.executable, "-m", "flatout", *command], cwd=tmp_path, env=surroundings(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE, text=True)
-    said = []
-    for line in first.stdout:
-        said.append(line.rstrip("\n"))
-        if len(said) == 3:
-            first.send_signal(signal.SIGTERM)
-    why = first.stderr.read()
-    assert first.wait(LIMIT_S) == -signal.SIGTERM, why
+    said = interrupted(tmp_path, 3, *command)
     again = on_cards(tmp_path, "flatout", *command)
     assert "going on exactly after step" in again.stderr, again.stderr
     assert "cannot be followed" not in again.stderr

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -81,3 +82,8 @@ def why_not_outputs(leaves: list[Any], sources: list[Any]) -> str:
             return "returns a tensor whose elements overlap or have gaps"
         taken.add(memory)
     return ""
+
+
+def tensors_of(nest: Any) -> list[Any]:
+    """The tensors in containers, in their order."""
+    return [leaf for leaf in _pytree.tree_leaves(nest) if isinstance(leaf, torch.Tensor)]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from flatout.kernels.graph_arguments import NotRecordable, emptied, filled, layout, like, why_not_outputs
+from flatout.kernels.graph_arguments import NotRecordable, emptied, filled, layout, like, tensors_of, why_not_outputs
 from flatout.kernels.graph_capture import InOrder, Recording, capture, plain_grad
 from flatout.kernels.graph_watch import Watched, watched
 
@@ -81,7 +81,7 @@ class ModuleGraphs:
     def _state(self) -> tuple[Any, ...]:
         """What a recording depends on beside its inputs: modes, and where parameters and buffers lie."""
         autocast = torch.is_autocast_enabled("cuda")
-        return ([module.training for module in self.modules].__repr__(), tuple((p.data_ptr(), p.requires_grad) for p in self.module.parameters()),
+        return (tuple(module.training for module in self.modules), tuple((p.data_ptr(), p.requires_grad) for p in self.module.parameters()),
                 tuple(buffer.data_ptr() for buffer in self.module.buffers()), torch.get_autocast_dtype("cuda") if autocast else None)
 
     # -- the passes of one shape ------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class ModuleGraphs:
         _put_back(self.device, before, written, kept)
         found = self._eagerly(args, kwargs)
         _put_back(self.device, before, written, kept)
-        return all(_close(one, other) for one, other in zip(replayed, _tensors_of(found), strict=True))
+        return all(_close(one, other) for one, other in zip(replayed, tensors_of(found), strict=True))
 
 
 class _Shape:
@@ -376,10 +376,6 @@ def _elsewhere() -> bool:
     """Whether a recording, a compiler, a tracer, a transform or a mode is at work, which must see the real pass."""
     return bool(Recording.active or torch.cuda.is_current_stream_capturing() or torch.compiler.is_compiling() or torch.jit.is_tracing()
                 or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None)
-
-
-def _tensors_of(found: Any) -> list[Any]:
-    return [leaf for leaf in _pytree.tree_flatten(found)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _close(one: Any, other: Any) -> bool:

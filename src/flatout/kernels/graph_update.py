@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flatout.kernels.graph_capture import InOrder, Recording, capture
+from flatout.kernels.optimizer_step import step_cell
 
 KINDS = {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "ASGD", "Adagrad"}
 WARM_STEPS = 2  # eager ones, in which optimizers make their state
@@ -22,7 +23,7 @@ FEWEST_STEPS = 20  # replays that a recording should have served before another 
 def why_not(optimizer: Any) -> str:
     """Why the update of this optimizer cannot be recorded; "" where it can."""
     kind = type(optimizer)
-    if kind.__module__.split(".")[:2] != ["torch", "optim"] or kind.__name__ not in KINDS or own_step(kind) is None:
+    if kind.__module__.split(".")[:2] != ["torch", "optim"] or kind.__name__ not in KINDS or step_cell(kind) is None:
         return f"{kind.__name__} is not one of torch's optimizers whose update can be recorded"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not parameters or any(not p.is_cuda or p.device != parameters[0].device for p in parameters):
@@ -32,17 +33,6 @@ def why_not(optimizer: Any) -> str:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "it is differentiable"
     return ""
-
-
-def own_step(kind: Any) -> Any:
-    """The step of an optimizer class inside what calls its hooks, and inside what the compiler may have put around that; None where there is none."""
-    step = kind.step
-    while step is not None:
-        names = step.__code__.co_freevars if hasattr(step, "__code__") else ()
-        if getattr(step, "hooked", False) and "func" in names:
-            return step.__closure__[names.index("func")].cell_contents
-        step = getattr(step, "__wrapped__", None)
-    return None
 
 
 class UpdateGraph:
@@ -145,7 +135,7 @@ class _Recorded:
                 if "capturable" in group:
                     group["capturable"] = True  # else torch refuses to record it; with fused kernels it computes the same
             with capture(self.graph, device, torch.cuda.graph_pool_handle()):
-                own_step(type(optimizer))(optimizer)
+                step_cell(type(optimizer)).cell_contents(optimizer)
         finally:
             for group, values in before:
                 group.update(values)

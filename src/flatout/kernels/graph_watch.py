@@ -9,29 +9,29 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatout.kernels.graph_arguments import tensors_of
+
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default}
 
 
-class AttributeChanges:
-    """Hears of attributes that are set on some modules. ``training`` is left out: it belongs to the key of a recording."""
+def telling_of_changes(set_attribute: Callable[..., None], changed: Mapping[int, Sequence[Callable[[str], None]]]) -> Callable[..., None]:
+    """What takes the place of ``nn.Module.__setattr__``. ``changed``: who is told of attributes that are set, by the id of the module.
 
-    def __init__(self, modules: Sequence[Any], changed: Callable[[str], None]) -> None:
-        self.modules, self.changed = {id(module) for module in modules}, changed
-
-    def stand_in(self, set_attribute: Callable[..., None]) -> Callable[..., None]:
-        """What takes the place of ``nn.Module.__setattr__``."""
-        def __setattr__(module: Any, name: str, value: Any) -> None:
-            if id(module) in self.modules and name != "training":
-                self.changed(f"{type(module).__name__}.{name}")
-            set_attribute(module, name, value)
-        return __setattr__
+    ``training`` is left out: it belongs to the key of a recording.
+    """
+    def __setattr__(module: Any, name: str, value: Any) -> None:
+        if name != "training":
+            for tell in changed.get(id(module), ()):
+                tell(f"{type(module).__name__}.{name}")
+        set_attribute(module, name, value)
+    return __setattr__
 
 
 class _Operators(TorchDispatchMode):
@@ -44,9 +44,9 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in READS and any(tensor.is_cuda for tensor in _tensors((args, kwargs))):
+        if function in READS and any(tensor.is_cuda for tensor in tensors_of((args, kwargs))):
             self._because(f"reads a value of the device ({function.overloadpacket.__name__})")
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_of((args, kwargs)):
             if tensor.device != self.device:
                 if tensor.device.type == "cpu" and tensor.dim() == 0:
                     continue  # a number; it is part of the recording
@@ -54,7 +54,7 @@ class _Operators(TorchDispatchMode):
             elif _place(tensor) not in self.known:
                 self._because("uses a tensor that is neither an input nor belongs to a module")
         made = function(*args, **kwargs)
-        for tensor in _tensors(made):
+        for tensor in tensors_of(made):
             self.known.add(_place(tensor))
             if tensor.device != self.device and tensor.dim():
                 self._because(f"makes a tensor on {tensor.device}")
@@ -110,17 +110,6 @@ def _attributes(module: Any) -> Iterator[Any]:
         for value in vars(each).values():
             if isinstance(value, torch.Tensor):
                 yield value
-
-
-def _tensors(value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
 
 
 def _place(tensor: Any) -> int:

@@ -22,6 +22,7 @@ from functools import wraps
 from operator import itemgetter
 from typing import Any
 
+from flatout.kernels.optimizer_step import step_cell
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.plan.words import Effect, Moment
@@ -117,17 +118,14 @@ def _merges(optimizer: Any) -> bool:
 
 
 def _step_of(optimizer: Any) -> Any:
-    """Where torch's wrapper of ``step`` keeps the update itself, which runs between the hooks before and after it; None for other optimizers.
+    """Where torch keeps the update of this optimizer; None for those whose groups are not merged.
 
     A scheduler that was made earlier calls the wrapper that it has found, so the wrapper must stay and what is in it must change.
     """
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim") or any(group.get("differentiable") for group in optimizer.param_groups):
         return None
-    step = kind.step if getattr(kind.step, "hooked", False) else None
-    while step is not None and "func" not in step.__code__.co_freevars:  # the compiler has put a wrapper around torch's
-        step = getattr(step, "__wrapped__", None)
-    return step.__closure__[step.__code__.co_freevars.index("func")] if step is not None else None
+    return step_cell(kind)
 
 
 _MERGING: dict[int, _Merging] = {}  # by the cell of a step

@@ -59,13 +59,14 @@ def _why_not(scene: Any, root: Any) -> str:
 def apply(scene: Any, value: Value, ledger: Any) -> Undo:
     from flatout.kernels.graph_module import ModuleGraphs
     from flatout.kernels.graph_update import UpdateGraph, why_not
-    from flatout.kernels.graph_watch import AttributeChanges
+    from flatout.kernels.graph_watch import telling_of_changes
 
     torch = scene.torch
     roots = [root for root in map(scene.without_ranks, scene.roots) if not _why_not(scene, root)]
     if not roots:
         raise LookupError(_why_not(scene, scene.roots[0]))
     eager: list[str] = []
+    changed: dict[int, list[Any]] = {}
 
     def tell(why: str) -> None:
         eager.append(why)
@@ -76,14 +77,15 @@ def apply(scene: Any, value: Value, ledger: Any) -> Undo:
         def wrapper(forward: Any, root: Any = root) -> Any:
             graphs = ModuleGraphs(root, forward, tell, operators=not (scene.compiled_by_script or getattr(forward, "compiled", False)))
             ledger.call("recorded passes", graphs.forget)
-            changes = AttributeChanges(graphs.modules, graphs.attribute_changed)
-            ledger.set(torch.nn.Module, "__setattr__", changes.stand_in(torch.nn.Module.__setattr__))
+            for module in graphs.modules:
+                changed.setdefault(id(module), []).append(graphs.attribute_changed)
 
             def recorded_or_plain(*args: Any, **kwargs: Any) -> Any:
                 return graphs(*args, **kwargs)
             return recorded_or_plain
 
         scene.wrap_forward(root, wrapper, ledger)
+    ledger.set(torch.nn.Module, "__setattr__", telling_of_changes(torch.nn.Module.__setattr__, changed))
     for optimizer in scene.optimizers:
         if not why_not(optimizer):
             graph = UpdateGraph(optimizer, optimizer.step)
