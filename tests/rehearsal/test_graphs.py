@@ -74,7 +74,7 @@ CASES = (
     "layers_that_are_frozen_and_thawed", "a_number_outside_of_the_modules_is_found_by_a_check", "a_tensor_outside_of_the_modules",
     "random_numbers_of_the_host", "a_pass_that_counts_its_calls", "recurrent_layers", "outputs_and_gradients_that_are_kept", "gradients_that_add_up",
     "two_passes_before_their_backward_passes", "a_graph_that_is_retained", "an_output_that_is_used_later_only", "autocast_of_the_script",
-    "a_state_that_is_loaded_again", "a_rate_that_changes_now_and_then", "an_optimizer_that_the_compiler_wraps",
+    "a_state_that_is_loaded_again", "a_rate_that_changes_now_and_then", "hooks_of_an_optimizer",
     "a_scheduler_that_is_made_afterwards", "shapes_that_come_once",
     "memory_of_a_recording_is_counted_and_given_back", "hooks_of_the_script_keep_a_module_eager",
 )
